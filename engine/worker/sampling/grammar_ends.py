@@ -50,7 +50,7 @@ MAX_SECONDS, MAX_FIRST_SECONDS = 0.06, 0.5
 TOO_SLOW = "to look for an end takes too long"
 PATIENCE = 32  # tokens until the next search after one that found no completion
 MAX_TRIES = 64  # tokens tried one by one in one state; the others count as the worst of their shape
-FEW = 8  # a shape with at most so many tokens is tried token by token
+FEW = 10  # a shape with at most so many tokens is tried token by token, such as that of digits
 NEVER = 1 << 30
 PLAIN = re.compile(r"[^\s\d\"\\\[\]{}:,.+-]+")
 DIGIT = re.compile(r"\d")
@@ -139,6 +139,8 @@ class GrammarEnds:
         self._characters = [(self._ids[c.encode()], c, kind) for c, kind in kinds if c.encode() in self._ids]
         self._commas, self._colons = self._known(COMMAS), self._known(COLONS)
         self._behind_strings = self._known((b"}", b"]", b",", b":"))
+        self._behind_numbers = self._known((b"}", b"]", b",", b"\n"))
+        self._digits = self._known(str(digit).encode() for digit in range(10))
         self._values, self._openers = self._known(VALUES), self._known(OPENERS)
         # An alternative of `null` may be an object that holds itself.
         self._spelled = [compiler.tokens_of(word) for word in WORDS if word.encode() not in self._ids]
@@ -304,6 +306,8 @@ class GrammarEnds:
                 tokens = self._next(matcher, words, ending.ends)
             else:  # maybe inside a string with a pattern
                 tokens = self._closing(matcher, words, ending) or self._next(matcher, words, ending.ends, characters)
+            if path and tokens == path[-1:] and path[-1] in self._digits:  # zeros alone may lead to no end
+                tokens = self._last_digit(matcher, words, ending) or tokens
             if not tokens or not matcher.consume_tokens(tokens):
                 return None
             path += tokens
@@ -320,6 +324,25 @@ class GrammarEnds:
         ending.num_masks += 1
         closes = _allows(behind, self._end) or bool(_first(behind, self._behind_strings))
         return [self._quote] if closes and not self._is_text(behind) and not _allows(behind, self._quote) else []
+
+    def _last_digit(self, matcher: "LLMatcher", words: Words, ending: Ending) -> list[int]:
+        """A digit that can be the last of its number; empty if none can.
+
+        A number above an exclusiveMinimum may not end in a zero, and zeros make no number a multiple of 3.
+        """
+        behind = np.zeros_like(words)
+        for digit in self._digits:
+            if not _allows(words, digit):
+                continue
+            trial = matcher.deep_copy()
+            trial.consume_token(digit)
+            if trial.is_stopped():
+                return [digit]
+            fill_mask(trial, behind)
+            ending.num_masks += 1
+            if _allows(behind, self._end) or _first(behind, self._behind_numbers):
+                return [digit]
+        return []
 
     def _next(
         self,

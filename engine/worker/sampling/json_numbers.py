@@ -76,6 +76,7 @@ class JsonNumbers:
         self._longest = max(self._digits, default=0)
         self._plain = not self._mixed  # no token has ".", "e" and digits
         self._textual = as_words((i for i, text in enumerate(texts) if TEXTUAL.match(text)), num_words)
+        self._no_zero = as_words((i for i, text in enumerate(texts) if text.isdigit() and text[-1:] != b"0"), num_words)
         self._masks: OrderedDict[Number, Words | None] = OrderedDict()
 
     def follow(self, number: Number | None, token_ids: Sequence[int]) -> Number | None:
@@ -99,6 +100,8 @@ class JsonNumbers:
         if allowed is None or (words & self._textual).any():
             return
         others = words & allowed
+        if number.part == "frac" and not others.any():  # above an exclusiveMinimum, a number may not end in a zero
+            others = words & self._no_zero
         if others.any():
             words[:] = others
 

@@ -281,6 +281,38 @@ def test_numbers_have_an_end(walker, prefix):
     assert is_sane(json.loads(in_object))
 
 
+ZEROS = [  # no number of these ends behind a zero, or behind zeros alone
+    ({"type": "number", "exclusiveMinimum": 0}, "0.5"),
+    ({"type": "number", "exclusiveMinimum": 99, "maximum": 199}, "99."),
+    ({"type": "integer", "multipleOf": 3}, "1"),
+    ({"type": "number", "multipleOf": 7}, "8"),
+]
+
+
+@pytest.mark.parametrize("number, digits", ZEROS, ids=str)
+def test_numbers_end_that_zeros_do_not_end(walker, tokenizer, number, digits):
+    schema = {"type": "object", "properties": {"it": number}, "required": ["it"], "additionalProperties": False}
+    tool = Tool.model_validate({"type": "function", "function": {"name": "rate", "parameters": schema}})
+    for output, begin in (
+        (StructuredOutput.json_schema(schema), ""),
+        (
+            CallGrammar(FORMATS["mistral"], [tool], False, tokenizer).required(),
+            '[TOOL_CALLS][{"name": "rate", "arguments": ',
+        ),
+    ):
+        prefix = f'{begin}{{"it":{digits}{"0" * 20}'
+        ids, _ = walker.walk(output, len(walker.compiler.tokens_of(prefix)) + 12, 0, prefix)
+        assert ids[-1] in walker.ends, walker.text(ids)
+        value = json.loads(walker.text(ids).removeprefix(begin).removesuffix("}]" if begin else ""))
+        assert value["it"] > 0 and (number["type"] == "number" or value["it"] % 3 == 0)
+
+
+def test_a_fraction_that_may_not_end_in_a_zero_has_an_end(walker):
+    number, zeros = {"type": "number", "exclusiveMinimum": 0}, "0." + "0" * MAX_DIGITS
+    assert not allowed_after(walker, number, zeros, "0") and allowed_after(walker, number, zeros, "1")
+    assert not allowed_after(walker, number, zeros + "1", "1")
+
+
 def allowed_after(walker, schema, prefix, text):
     """Whether `text` may come behind `prefix`."""
     output = StructuredOutput.json_schema(schema)
