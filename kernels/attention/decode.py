@@ -117,12 +117,15 @@ def mixed_attention(
     tile. The launches depend on shapes only: a CUDA graph can capture them with some lengths and replay them with
     others. Returns [num_tokens, num_heads, head_dim].
     """
-    if not use_triton(q):
-        return prefill_attention(
-            q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, len(q), scale,
+    if not use_triton(q):  # a CPU's prefill has no padding: every row is of a sequence
+        num_rows = int(cu_seqlens_q[-1])
+        out = torch.zeros(q.shape, dtype=q.dtype) if out is None else out
+        prefill_attention(
+            q[:num_rows], k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, num_rows, scale,
             alibi_slopes=alibi_slopes, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
-            attention_chunk=attention_chunk, plan=plan, out=out,
+            attention_chunk=attention_chunk, plan=plan, out=out[:num_rows],
         )  # fmt: skip
+        return out
     shape = attention_shape(q, k_cache, alibi_slopes, sliding_window, softcap, sinks, attention_chunk)
     plan = plan or plan_for_call(q, shape)
     caches, scales = (as_bytes(k_cache), as_bytes(v_cache)), base_2_scale(scale, softcap)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from kernels.attention.decode import paged_attention, paged_attention_reference
+from kernels.attention.decode import mixed_attention, paged_attention, paged_attention_reference
 from kernels.attention.prefill import prefill_attention, prefill_attention_reference
 from kernels.cpu.attention import tiles as attention_tiles
 from kernels.dispatch import cpu_kernels
@@ -110,6 +110,21 @@ def test_the_result_goes_where_it_is_wanted():
     assert decoded.data_ptr() == out.data_ptr() and prefilled.data_ptr() == out[1:].data_ptr()
     torch.testing.assert_close(out[:1], attention(q[:1], data.keys[0], data.values[0], 0.3))
     torch.testing.assert_close(out[1:], attention(q[1:], data.keys[1], data.values[1], 0.3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_kernel_reads_or_writes_rows_behind_the_last_sequence(dtype):
+    """The rows of a bucket that a step leaves empty, even all of them."""
+    data = paged([9, 20], 2, 32, 8, dtype)
+    q, caches = torch.randn(100, 4, 32).to(dtype), (data.k_cache, data.v_cache)
+    for counts in ([1, 5], [0, 20], [0, 0]):
+        starts = torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32)
+        out = torch.full(q.shape, 7.0, dtype=dtype)
+        mixed_attention(q, *caches, data.block_tables, starts, data.seq_lens, 0.3, out=out)
+        rows = q[: sum(counts)].split(counts)
+        expected = [attention(rows[i], data.keys[i], data.values[i], 0.3) for i in range(2)]
+        torch.testing.assert_close(out[: sum(counts)], torch.cat(expected), **TOLERANCE[dtype])
+        assert (out[sum(counts) :] == 7.0).all()
 
 
 def test_a_padding_row_gives_zeros(decode):
