@@ -50,7 +50,8 @@ class HostCache:
         return StreamMover(self.copier, self._slots, self._queue)
 
     def leave(self) -> None:
-        """Let go of the pool; call `serve` before the next move."""
+        """Let go of the pool, once the slots hold what was moved to them; call `serve` before the next move."""
+        self.synchronize()  # the copies to the slots read buffers that go with the mover
         del self.copier, self._mover
         self._queue = None
 

@@ -16,8 +16,8 @@ class Copier:
     def __init__(self):
         self.pool = torch.arange(8, dtype=torch.uint8).unsqueeze(1)
 
-    def pack(self, block_ids):
-        return self.pool[block_ids]
+    def pack(self, block_ids, packed=None):
+        return self.pool[block_ids] if packed is None else packed.copy_(self.pool[block_ids])
 
     def unpack(self, packed, block_ids):
         self.pool[block_ids] = packed
@@ -50,3 +50,17 @@ def test_the_thread_of_the_disk_waits_on_the_gpu_of_its_worker(monkeypatch):
         assert not chosen or name == "cpu", "only the thread"
         disk.loads.pop()([bytes([7])])
     assert chosen == [torch.device("cuda:1")]
+
+
+def test_blocks_on_their_way_to_host_memory_arrive_before_a_sleep():
+    """The staging buffers go with the runner, and the next mover does not know which slots are still to be filled."""
+    fake = FakeDevice(lambda streams: streams[0])
+    cache, moves = HostCache(Copier(), 2, torch.device("cpu"), queue=fake.new_stream()), [BlockMove(5, 0)]
+    cache.offload(moves, torch.tensor([5]))
+    cache.leave()
+    woken = Copier()
+    woken.pool.zero_()
+    cache.serve(woken, FakeDevice(lambda streams: streams[0]).new_stream())
+    cache.load(moves, torch.tensor([5]))
+    cache.synchronize()
+    assert woken.pool[5] == 5
