@@ -99,17 +99,18 @@ def graph_bytes(runner: ModelRunner, queue: DeviceQueue, total_bytes: int) -> in
     temporary memory.
 
     The first graph allocates the temporary memory that all share; every further graph takes its nodes, as much as the
-    next ones on average.
+    next ones on average. Those of a draft model, which come between, are recorded and not counted: they are smaller.
     """
     if runner.buckets is None or not runner.buckets.graphs.enabled:
         return 0
     graphs = runner.buckets.graphs
     free = [queue.free_bytes()]
-    while len(free) <= MEASURED_GRAPHS and graphs.record_next():
+    while len(free) <= MEASURED_GRAPHS + graphs.num_added and graphs.record_next():
         free.append(queue.free_bytes())
     if len(free) < 2 or not graphs.enabled:
         return 0
-    each = max(0, free[1] - free[-1]) / max(1, len(free) - 2)
+    counted = free[min(1 + graphs.num_added, len(free) - 1) :]
+    each = max(0, counted[0] - counted[-1]) / max(1, len(counted) - 1)
     return max(0, free[0] - free[1]) + min(int(each * (graphs.num_keys - 1)), int(GRAPH_SHARE * total_bytes))
 
 

@@ -103,6 +103,7 @@ class GraphRunner:
         max_bytes: int | None = None,
     ) -> None:
         self.enabled = enabled
+        self.num_added = 0  # keys that `add` brought
         self._queue = queue
         self._work = dict(work)
         self._prepare = dict.fromkeys(work, prepare)
@@ -116,6 +117,7 @@ class GraphRunner:
         """One more piece of work; its graphs are recorded after the first of the others. Before any is recorded."""
         self._work[name], self._prepare[name] = work, prepare
         self._keys[1:1] = keys
+        self.num_added += len(keys)
         self._missing = list(self._keys)
         self._most_graphs = len(self._keys)
 

@@ -269,21 +269,33 @@ def test_a_buffer_is_not_written_before_its_copy_is_done():
     assert arrived == [0, 1, 2, 3, 4]
 
 
+class SmallSecondGraphs(LazyQueue):
+    """The graphs of a small draft model, from the second to the sixth, take 1 each."""
+
+    def capture(self, work):
+        replay = super().capture(work)
+        self.free += 6 if 2 <= len(self.captured) <= 6 else 0
+        return replay
+
+
 def test_the_memory_of_graphs_is_estimated_from_the_first(decoder, model_dir):
     """The first takes 100, the others 7 each: 4 sizes of decodes in two pieces, and 4 of mixed steps."""
     model = read_model_config(model_dir)
     config, queue = replace(CONFIG, max_num_seqs=6), LazyQueue()
     loaded = LoadedDecoder(config, model, decoder, StepLimits(6, 64), torch.float32, queue.device)
 
-    def estimate(total_bytes=1 << 30, **settings):
-        own = replace(loaded, config=replace(config, **settings))
-        queue = LazyQueue()
-        return graph_bytes(own.make_runner(own.one_block(), 128, queue, eos_token_ids=[]), queue, total_bytes)
+    def estimate(total_bytes=1 << 30, queue=None, num_passes=0, **settings):
+        own, queue = replace(loaded, config=replace(config, **settings)), queue or LazyQueue()
+        runner = own.make_runner(own.one_block(), 128, queue, eos_token_ids=[])
+        keys = [("passes of a draft model", Bucket(n, n)) for n in range(num_passes, 0, -1)]
+        runner.buckets.graphs.add("passes of a draft model", lambda bucket: None, lambda key: None, keys)
+        return graph_bytes(runner, queue, total_bytes)
 
     assert estimate() == 100 + 11 * 7
     assert estimate(cuda_graphs=False) == 0
     assert estimate(cuda_graph_max_num_seqs=1) == 100 + 5 * 7
     assert estimate(total_bytes=32 * 40) == 100 + 40
+    assert estimate(queue=SmallSecondGraphs(), num_passes=5) == 100 + (11 + 5) * 7, "not as small as those of the draft"
 
 
 def test_new_prompts_bring_more_table_entries_than_a_step_has_rows(make_runner, hf_greedy):
