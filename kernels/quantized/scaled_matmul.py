@@ -11,8 +11,10 @@ the sums in int32 (torch._int_mm), 51, 35, 13, 12 and 279, 136, 76, 52. In anoth
 15, 11 here and 53, 41, 18, 14 there.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,10 +28,12 @@ from kernels.elementwise.quantized_rows import QuantizedRows, quantize_rows
 from kernels.linear.matmul import GROUP_M, first_of_tile
 from kernels.quantized.weight import QuantizedWeight
 
+logger = logging.getLogger(__name__)
+
 CAPABILITIES = {torch.int8: INT8_CAPABILITY, torch.float8_e4m3fn: E4M3_CAPABILITY}
 MULTIPLE = 16  # bytes: rows start at addresses that are multiples of it, and cuBLASLt takes no other sizes
 MOST_INPUTS = (1 << 31) // 128**2 - 1  # int32 has room for their sum
-MOST_E4M3_ROWS = 64  # more are multiplied by cuBLASLt
+MOST_E4M3_ROWS = 64  # more are multiplied by cuBLASLt, where it takes them
 # Rows that need every variant of the kernel between them: a width serves at least twice the row tiles of the next one
 WARM_UP_ROWS = tuple(1 << i for i in range(5, 17))
 FULL = 0.7  # the share of SMs with a program that a tile must give: wider tiles leave more of them idle
@@ -81,6 +85,20 @@ def multiplies_in_8_bits(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cuda" and read_card(device).capability >= CAPABILITIES.get(dtype, 1 << 30)
 
 
+@cache
+def library_multiplies(device: torch.device) -> bool:
+    """True if torch multiplies rows of e4m3 with a scale each on this device. On sm_120, torch for CUDA 13 asks
+    cuBLASLt, which refuses (pytorch/pytorch, issue 192707)."""
+    codes = torch.zeros((256, 256), dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.ones((256, 1), device=device)
+    try:
+        torch._scaled_mm(codes, codes.T, scales, scales.view(1, -1), out_dtype=torch.bfloat16)
+    except (RuntimeError, ValueError) as error:
+        logger.warning("torch does not multiply e4m3 on this GPU: our kernel multiplies all rows (%s)", error)
+        return False
+    return True
+
+
 def supports_scaled_matmul(weight: QuantizedWeight) -> bool:
     """True for a matrix with one scale per row, in e4m3, or in int8 whose inputs are to be rounded."""
     return (
@@ -100,13 +118,15 @@ class ScaledMatmul:
         """weight: see supports_scaled_matmul."""
         self.codes = weight.codes.contiguous()
         self.scales = weight.scales.float().view(1, -1)
+        is_int8 = self.codes.dtype == torch.int8
+        self._uses_library = not is_int8 and use_triton(self.codes) and library_multiplies(self.codes.device)
 
     def __call__(self, x: Tensor | QuantizedRows, bias: Tensor | None) -> Tensor:
         """x [num_rows, in_features] in bf16 or fp16, or rounded from it -> [num_rows, out_features] in that dtype."""
         rows = x if isinstance(x, QuantizedRows) else quantize_rows(x, self.codes.dtype)
         if not use_triton(self.codes):
             return scaled_matmul_reference(rows, self.codes, self.scales, bias)
-        if self.codes.dtype != torch.int8 and len(rows) > MOST_E4M3_ROWS:
+        if self._uses_library and len(rows) > MOST_E4M3_ROWS:
             if bias is None and rows.dtype == torch.float16:
                 # without a bias, torch's kernel for all cards but sm_90 writes bf16 into an fp16 result
                 # (pytorch/pytorch, pull request 187569)
@@ -131,7 +151,7 @@ class ScaledMatmul:
         (out_features, in_features), codes, card = self.codes.shape, self.codes.dtype, read_card(self.codes.device)
         rows = quantize_rows(torch.zeros((1, in_features), dtype=dtype, device=self.codes.device), codes)
         out = torch.empty((1, out_features), dtype=dtype, device=self.codes.device)
-        counts = [n for n in WARM_UP_ROWS if codes == torch.int8 or n <= MOST_E4M3_ROWS]
+        counts = [n for n in WARM_UP_ROWS if not self._uses_library or n <= MOST_E4M3_ROWS]
         for tile in {scaled_tile(n, out_features, card) for n in counts}:
             self.launch(rows, bias, out, tile)
 
@@ -213,7 +233,7 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
             continue
         shapes = [(28672, 4096, 32), (4096, 14336, 32), (28672, 4096, 256), (4096, 4096, 256), (6144, 4096, 200)]
         for out_features, in_features, num_rows in [*shapes, (2304, 784, 20)]:
-            if dtype != torch.int8 and num_rows > MOST_E4M3_ROWS:
+            if dtype != torch.int8 and num_rows > MOST_E4M3_ROWS and capability < 120:  # see library_multiplies
                 continue
             tile = scaled_tile(num_rows, out_features, card)
             pointers = {"x_ptr": f"*{code}", "weight_ptr": f"*{code}"}

@@ -15,6 +15,7 @@ from kernels.quantized.scaled_matmul import (
     MOST_INPUTS,
     WARM_UP_ROWS,
     ScaledMatmul,
+    library_multiplies,
     multiplies_in_8_bits,
     scaled_matmul_reference,
     scaled_tile,
@@ -76,6 +77,29 @@ def test_the_library_rounds_to_fp16(monkeypatch):
     rows = quantize_rows(x, E4M3)
     exact = scaled_matmul_reference(rows, multiply.codes, multiply.scales, None)
     torch.testing.assert_close(multiply(rows, None), exact, rtol=2.0**-10, atol=2.0**-13 * float(exact.abs().max()))
+
+
+def test_our_kernel_multiplies_all_rows_where_the_library_refuses(monkeypatch, caplog):
+    """As cuBLASLt does on sm_120. All tiles are compiled before."""
+    skip_where_missing(E4M3)
+
+    def refuse(*args, **options):
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmulAlgoGetHeuristic")
+
+    monkeypatch.setattr(torch, "_scaled_mm", refuse)
+    library_multiplies.cache_clear()
+    try:
+        multiply, launched = ScaledMatmul(make(E4M3, 144, 272)), set()
+    finally:
+        library_multiplies.cache_clear()
+    assert "does not multiply e4m3" in caplog.text
+    launch = multiply.launch
+    monkeypatch.setattr(multiply, "launch", lambda *args: (launched.add(args[-1]), launch(*args)))
+    multiply.warm_up(DTYPE, None)
+    warm, rows = set(launched), quantize_rows(torch.randn(MOST_E4M3_ROWS + 1, 272, device=DEVICE).to(DTYPE), E4M3)
+    exact = scaled_matmul_reference(rows, multiply.codes, multiply.scales, None).float()
+    torch.testing.assert_close(multiply(rows, None).float(), exact, rtol=2.0**-7, atol=0.01 * float(exact.abs().max()))
+    assert launched == warm
 
 
 def test_sums_of_int8_are_exact():
