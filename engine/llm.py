@@ -225,7 +225,7 @@ class LLM:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _complete(self, request: Request, job: _Job) -> RequestOutput:
-        if request.params.structured_output is not None and not self.driver.model.encoder:
+        if request.params.structured_output is not None and not self.driver.model.embeds_only:
             await self.driver.grammars.prepare(request.params.structured_output)
         stream = self.driver.generate(request)
         stream.group(sys.maxsize)  # the output is given as a whole

@@ -287,7 +287,7 @@ class _Service:
         else:
             route, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": EXAMPLE_CHAT}]
         body |= {"max_tokens": min(200, driver.model.max_model_len // 2), "stream": True}
-        if driver.model.encoder:
+        if driver.model.embeds_only:
             route, body = "/v1/embeddings", {"model": name, "input": EXAMPLE_PROMPT}
         key = " -H 'Authorization: Bearer YOUR_KEY'" if self._keys else ""
         data = shlex.quote(json.dumps(body, ensure_ascii=False))

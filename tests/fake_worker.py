@@ -110,6 +110,7 @@ def serve(options, channel, frames) -> None:
             memory={"weights": 0, "kv_cache": 0},
             hidden_size=HIDDEN_SIZE,
             encoder=options.encoder,
+            embeds_only=options.encoder,
         )
     )
     channel.sendall(ready)

@@ -66,7 +66,9 @@ def gguf_config(gguf: Gguf) -> dict[str, Any]:
         known = ", ".join(ARCHITECTURES)
         asked = f"{fields.architecture!r:.100}"
         raise ModelError(f"{gguf.path.name}: general.architecture {asked} is not served from GGUF; served are {known}.")
-    config = make(fields) | {"is_causal": fields.get("attention.causal", (bool,), True)}
+    config = make(fields)
+    if not fields.get("attention.causal", (bool,), True):
+        raise ModelError(f"{gguf.path.name}: {fields.architecture}.attention.causal = False is not served from GGUF.")
     if gguf.metadata.get(f"{fields.architecture}.pooling_type") == LAST:
         fields.asked.add("pooling_type")
     fields.close()

@@ -22,3 +22,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{path} must hold a JSON object, not {type(value).__name__}.")
     return value
+
+
+def read_json(path: Path, required: bool = False) -> dict[str, Any]:
+    """Read a JSON object from a checkpoint; {} if the file is missing and not `required`. Raises ModelError."""
+    if not path.is_file():
+        if required:
+            raise ModelError(f"{path.parent} has no {path.name}: it is not a model folder in Hugging Face form")
+        return {}
+    return read_json_object(path)

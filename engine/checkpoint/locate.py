@@ -4,11 +4,12 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from engine.checkpoint.gguf import is_gguf, read_gguf, split_names
-from engine.checkpoint.json_files import read_json_object
+from engine.checkpoint.json_files import read_json
 from engine.checkpoint.links import check_links, path_inside
+from engine.checkpoint.pooling import dense_folders
 from engine.checkpoint.raw_config import CONFIG_FILE, PARAMS_FILE, config_path, read_config
 from engine.checkpoint.weight_files import (
     LAYOUTS,
@@ -43,6 +44,8 @@ def resolve_model(config: EngineConfig, flag: str = "--model") -> Path:
             return folder
         if on_hub:
             _download_weights(config.model, folder)
+            for module in dense_folders(folder, config.pooling):
+                _download(config.model, folder.name, (f"{module}/*.safetensors", f"{module}/*.bin"), flag)
             check_links(folder)
         if find_layout(folder) is not None:
             return folder
@@ -138,15 +141,6 @@ def model_identity(model_dir: Path, config: EngineConfig) -> bytes:
 
 def _config_bytes(model_dir: Path) -> bytes:
     return b"" if is_gguf(model_dir) else config_path(model_dir).read_bytes()  # a GGUF file is its own config
-
-
-def read_json(path: Path, required: bool = False) -> dict[str, Any]:
-    """Read a JSON object from a checkpoint; {} if the file is missing and not `required`. Raises ModelError."""
-    if not path.is_file():
-        if required:
-            raise ModelError(f"{path.parent} has no {path.name}: it is not a model folder in Hugging Face form")
-        return {}
-    return read_json_object(path)
 
 
 def _local_folder(name: str, flag: str) -> Path | None:

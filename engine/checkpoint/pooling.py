@@ -1,14 +1,16 @@
 """Reads the pooling of a checkpoint in the form of sentence-transformers: modules.json and a folder per module."""
 
 import json
+import re
 from pathlib import Path
 
+from engine.checkpoint.json_files import read_json
 from engine.checkpoint.links import path_inside
-from engine.checkpoint.locate import read_json
 from engine.errors import ConfigError, ModelError
 from engine.sampling_params import Pooling
 
-MODULES = {"Transformer", "Pooling", "Normalize"}
+MODULES = {"Transformer", "Pooling", "Dense", "Normalize"}
+ORDER = re.compile(r"(Transformer )?Pooling( Dense)*( Normalize)?")
 KINDS = {"cls": "cls", "mean": "mean", "lasttoken": "last"}  # the names of newer files
 FLAGS = {
     f"pooling_mode_{name}": kind
@@ -22,27 +24,40 @@ def read_pooling(model_dir: Path, choice: str) -> Pooling | None:
     None if the checkpoint declares none and `choice` is "auto". ModelError for a pooling that is not served.
     """
     modules = _sentence_modules(model_dir)
+    names = [name for name, _ in modules]
     if choice != "auto":
-        return Pooling(choice, normalize=not modules or "Normalize" in modules)
-    if "Pooling" not in modules:
+        return Pooling(choice, normalize=not modules or "Normalize" in names)
+    if "Pooling" not in names:
         return None
-    if unknown := modules.keys() - MODULES:
+    if unknown := set(names) - MODULES:
         raise ModelError(
             f"modules.json: the module {sorted(unknown)[0]!r} is not served; --pooling last, mean or cls computes "
             "the vectors without it."
         )
-    return Pooling(_pooling_kind(model_dir, modules["Pooling"]), "Normalize" in modules)
+    if not ORDER.fullmatch(" ".join(names)):
+        raise ModelError(
+            f"modules.json: the order {', '.join(names)[:200]} is not served; --pooling last, mean or cls computes "
+            "the vectors by Transformer, Pooling and Normalize."
+        )
+    return Pooling(_pooling_kind(model_dir, dict(modules)["Pooling"]), "Normalize" in names)
 
 
-def _sentence_modules(model_dir: Path) -> dict[str, str]:
-    """Class name -> folder of each module of sentence-transformers, in order; empty if the checkpoint has none."""
+def dense_folders(model_dir: Path, choice: str) -> list[str]:
+    """The folders of the linear layers behind the pooling, in order; none with a `choice` other than "auto"."""
+    if choice != "auto":
+        return []
+    return [folder for name, folder in _sentence_modules(model_dir) if name == "Dense"]
+
+
+def _sentence_modules(model_dir: Path) -> list[tuple[str, str]]:
+    """(class name, folder) of each module of sentence-transformers, in order; empty if the checkpoint has none."""
     path = model_dir / "modules.json"
     try:
         modules = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
-        found = {str(module["type"]).rpartition(".")[2]: str(module["path"]) for module in modules}
+        found = [(str(module["type"]).rpartition(".")[2], str(module["path"])) for module in modules]
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ModelError(f"{path} is not a list of modules with type and path: {error!r:.200}") from None
-    if any(Path(folder).is_absolute() or ".." in Path(folder).parts for folder in found.values()):
+    if any(Path(folder).is_absolute() or ".." in Path(folder).parts for _, folder in found):
         raise ModelError(f"{path}: a module's path leaves the model's folder")
     return found
 

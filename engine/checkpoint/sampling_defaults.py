@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.locate import read_json
+from engine.checkpoint.json_files import read_json
 from engine.errors import InvalidRequestError
 from engine.sampling_params import SamplingParams, require_float
 

@@ -94,7 +94,8 @@ class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag=True):
     num_disk_blocks: int = 0  # the most blocks that the disk tier holds
     kv_cache_dtype: str = ""  # the storage format of keys and values: the value of dtype, or "int8", "fp8", "int4"
     hidden_size: int = 0  # numbers in an embedding
-    encoder: bool = False  # the model only embeds: a whole sequence in one step, without a KV cache
+    encoder: bool = False  # a whole sequence in one step, without a KV cache
+    embeds_only: bool = False  # the model generates no text, as no encoder does
     start_seconds: dict[str, float] = {}  # duration of start-up, by phase: load, compile, profile, capture
 
 

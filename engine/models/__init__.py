@@ -1,1 +1,1 @@
-"""One decoder and one encoder that data describes, and the reading of their weights."""
+"""One decoder that data describes, also with the attention of encoders, and the reading of its weights."""

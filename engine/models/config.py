@@ -198,6 +198,7 @@ class ModelConfig:
     embedding_proj_dim: int | None = None  # width of the embedding if not hidden_size (OPT-350m)
     moe: MoEConfig | None = None
     causal: bool = True  # False: an encoder, each token attends to all tokens (engine/models/encoder.py)
+    embeds_only: bool = False  # the checkpoint has no lm_head: it generates nothing; also for every encoder
     embedding_norm: bool = False  # LayerNorm of the embeddings
     token_types: int = 0  # rows of BERT's second embedding; the first row is added to every token
     dtype: str = "float32"  # the checkpoint's: float32, bfloat16 or float16

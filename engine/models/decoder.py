@@ -8,7 +8,8 @@ A step:
                                     v  |           step samples (metadata.outputs); R = T where all rows are wanted
                                  KV cache
 
-BLOOM normalises the embeddings before layer 0 (embedding_norm).
+BLOOM and BERT normalise the embeddings before layer 0 (embedding_norm). engine/models/encoder.py has the attention of
+encoders, which reads no cache.
 
 A layer adds attention and MLP to a residual stream. Norms marked (g) exist only in some families; without input_norms,
 a pre_norm layer has its two post norms alone:
@@ -45,11 +46,13 @@ attention stand in engine/models/layers/attention.py.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.models.config import ModelConfig
+from engine.models.dense import Dense
 from engine.models.layers.attention import Attention, BatchMetadata, KVCache, OutputRows
 from engine.models.layers.embedding import Embedding, LMHead
 from engine.models.layers.layer_inputs import LayerInputGate, LayerInputs
@@ -64,6 +67,7 @@ from kernels.elementwise.rows import add, limit
 from kernels.quantized.weight import Weight
 
 RunLayers = Callable[[Tensor, BatchMetadata, Sequence[KVCache]], Tensor]
+MakeAttention = Callable[[ModelConfig, dict[str, Weight], int, PositionTables, Operators], Any]
 
 
 class DecoderLayer:
@@ -90,11 +94,12 @@ class DecoderLayer:
         layer: int,
         positions: PositionTables,
         operators: Operators,
+        attention: MakeAttention,
     ) -> None:
         prefix = f"layers.{layer}"
         inputs = config.input_norms
         self.attn_norm = take_norm(config, weights, f"{prefix}.attn_norm") if inputs else None
-        self.attention = Attention(config, weights, layer, positions, operators)
+        self.attention: Any = attention(config, weights, layer, positions, operators)
         self.mlp_norm = take_norm(config, weights, f"{prefix}.mlp_norm") if inputs and config.mlp_norm else None
         self.mlp = take_mlp(config, weights, layer, operators)
         self._fuse_scaling(config.pre_norm and not config.parallel_residual)
@@ -222,27 +227,38 @@ class Decoder:
         device: torch.device,
         max_positions: int | None = None,
         operators: Operators | None = None,
+        attention: MakeAttention = Attention,
     ) -> None:
         """`weights` holds the tensors of config.parameter_shapes() and is emptied, so that packed copies replace them.
 
         max_positions is the number of rows of tables by position, at most config.max_positions; None for the config's
-        own maximum. operators: None for FastOperators.
+        own maximum. operators: None for FastOperators. attention: the class of attention, another one in an encoder.
         """
         self.config = config
         self.operators = operators = operators or FastOperators()
         self.embedding = Embedding(config, weights, operators)
+        types = take_optional(weights, "token_type_embedding.weight")
+        self.token_type = None if types is None else types[0].clone()  # type 0: every sequence is a single text
         self.embedding_norm = take_norm(config, weights, "embedding_norm") if config.embedding_norm else None
         num_positions = min(config.max_positions, max_positions or config.max_position_embeddings)
         self.positions = position_tables(config, num_positions, device)
-        self.layers = [DecoderLayer(config, weights, i, self.positions, operators) for i in range(config.num_layers)]
+        self.layers = [
+            DecoderLayer(config, weights, i, self.positions, operators, attention) for i in range(config.num_layers)
+        ]
         self.layer_inputs = LayerInputs(config, weights, operators) if config.layer_input_size else None
         self.final_norm = take_norm(config, weights, "final_norm") if config.final_norm else None
-        self.lm_head = LMHead(config, weights, self.embedding.weight, operators)
+        self.lm_head = LMHead(config, weights, self.embedding.weight, operators) if config.causal else None
         pre_norm = config.pre_norm and config.input_norms
         self.run_layers: RunLayers = self._run_pre_norm if pre_norm else self._run_plain  # without layer_inputs
         if config.has_extended_layers:
             self.run_layers = self._run_extended
         self.recorded: RecordedDecodes | None = None
+        self.dense: Sequence[Dense] = ()  # layers behind the pooling of embeddings, on the host
+
+    @property
+    def vector_size(self) -> int:
+        """Numbers in an embedding."""
+        return len(self.dense[-1].weight) if self.dense else self.config.hidden_size
 
     def record_decodes(self, kv_caches: Sequence[KVCache], max_rows: int, max_blocks: int) -> None:
         """Run decode steps on these caches as recorded programs, where a CPU has compiled kernels for them. max_rows:
@@ -289,6 +305,8 @@ class Decoder:
     def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """(T), (T) -> the input of layer 0 (T, C)."""
         x = self.embedding(input_ids, positions)  # (T), (T) -> (T, C)
+        if self.token_type is not None:
+            x = x + self.token_type  # (T, C) + (C)
         if self.embedding_norm is not None:
             x, _ = self.embedding_norm(x)  # (T, C) -> (T, C)
         return x
@@ -296,6 +314,7 @@ class Decoder:
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden (R, C) -> logits (R, V), see LMHead."""
+        assert self.lm_head is not None, "an encoder has no logits"
         return self.lm_head(hidden)  # (R, C) -> (R, V)
 
     def _run_pre_norm(self, x: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> Tensor:

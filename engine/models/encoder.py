@@ -1,21 +1,28 @@
-"""The encoder of BERT and its relatives: every token attends to all tokens of its sequence.
+"""Encoders: the layers of the decoder over whole sequences, in which each token attends to later tokens, too.
 
-Sequences of any lengths are packed one after the other, so linear layers and norms compute no padding. Attention needs
-rectangles: sequences of equal or nearly equal length share a rectangle.
+They are BERT and its relatives, and decoders that were trained on to embed (EmbeddingGemma, gte-Qwen2). Sequences of
+any lengths are packed one after the other, so linear layers and norms compute no padding. Attention needs rectangles:
+sequences of equal or nearly equal length share a rectangle.
+
+Letters in shapes: T tokens of the step, C hidden_size, H query heads, K KV heads, D head_dim.
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.config import ModelConfig
-from engine.models.layers.embedding import Embedding
-from engine.models.layers.mlp import take_mlp
-from engine.models.layers.norm import take_norm
-from engine.models.layers.operators import Operators, take_linear, take_optional
+from engine.models.decoder import Decoder
+from engine.models.layers.attention import BatchMetadata, KVCache, take_heads
+from engine.models.layers.operators import Operators, take_linear
+from engine.models.layers.position import PositionTables
+from kernels.cache.rope_and_cache import rope_and_cache
 from kernels.quantized.weight import Weight
+
+BLOCK_SIZE = 16  # a cache with blocks of this size holds the keys and values of one layer and step
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,72 +49,98 @@ class EncoderBatch:
 
     positions: Tensor
     groups: list[AttentionGroup]
+    outputs: None = None  # every row is wanted
 
 
 class EncoderAttention:
-    """Attention of each token to its whole sequence; one matrix makes q, k and v."""
+    """Attention of each token to its whole sequence or, in a layer with a window, to the tokens that are nearer than
+    the window on both sides. One matrix makes q, k and v."""
 
-    __slots__ = ("attn_out", "head_dim", "num_heads", "qkv", "scale")
+    __slots__ = ("attn_out", "head_dim", "heads", "qkv", "scale", "window")
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Weight], prefix: str, operators: Operators) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: dict[str, Weight],
+        layer: int,
+        positions: PositionTables,
+        operators: Operators,
+    ) -> None:
+        """Take the weights of the layer. positions: the tables that all layers share."""
+        prefix = f"layers.{layer}"
         self.qkv = take_linear(weights, f"{prefix}.qkv", operators)
         self.attn_out = take_linear(weights, f"{prefix}.attn_out", operators)
-        self.num_heads, self.head_dim = config.num_heads, config.head_dim
+        self.heads = take_heads(config, weights, layer, positions)
+        self.head_dim = config.heads(layer).head_dim
         self.scale = config.softmax_scale
+        self.window = config.window(layer)
 
-    def __call__(self, hidden: Tensor, batch: EncoderBatch) -> Tensor:
-        """[num_tokens, hidden] -> the same shape."""
-        qkv = self.qkv(hidden)
-        attended = [self._attend(qkv, group) for group in batch.groups]
+    def __call__(
+        self, hidden: Tensor, batch: EncoderBatch, kv_cache: KVCache | None = None, outputs: None = None
+    ) -> Tensor:
+        """hidden (T, C) -> (T, C)"""
+        counts = [self.heads.num_heads, self.heads.num_kv_heads, self.heads.num_kv_heads]
+        qkv = self.qkv(hidden).view(len(hidden), sum(counts), self.head_dim)  # (T, C) -> (T, H + 2K, D)
+        q, k, v = self._turn(qkv, batch.positions) if self.heads.change_rows else torch.split(qkv, counts, dim=1)
+        attended = [self._attend(q, k, v, group) for group in batch.groups]
         return self.attn_out(attended[0] if len(attended) == 1 else torch.cat(attended))
 
-    def _attend(self, qkv: Tensor, group: AttentionGroup) -> Tensor:
-        """qkv [num_tokens, 3 * num_heads * head_dim] -> [end - start, num_heads * head_dim]"""
-        x = qkv[group.start : group.end] if group.rows is None else qkv.index_select(0, group.rows)
-        # [3, num_seqs, num_heads, length, head_dim]
-        x = x.view(group.num_seqs, group.length, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(x[0], x[1], x[2], attn_mask=group.mask, scale=self.scale)
-        rows = attended.transpose(1, 2).reshape(group.num_seqs * group.length, self.num_heads * self.head_dim)
+    def _turn(self, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Norm and rotate q and k. (T, H + 2K, D) -> (T, H, D), (T, K, D), (T, K, D)
+
+        The operators for that write keys and values to a KV cache: here to one of this step's tokens, in order.
+        """
+        num_tokens, num_kv_heads = len(qkv), self.heads.num_kv_heads
+        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        caches = qkv.new_empty(2, num_blocks, num_kv_heads, BLOCK_SIZE, self.head_dim)
+        slots = torch.arange(num_tokens, device=qkv.device)
+        q = rope_and_cache(qkv, self.heads, positions, slots, caches[0], caches[1])  # (T, H, D)
+        k, v = caches.transpose(2, 3).reshape(2, -1, num_kv_heads, self.head_dim)[:, :num_tokens]  # (T, K, D) each
+        return q, k, v
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup) -> Tensor:
+        """(T, H, D), (T, K, D), (T, K, D) -> (end - start, H * D)"""
+        q, k, v = (_rectangle(x, group) for x in (q, k, v))  # (num_seqs, H or K, length, D)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=self._mask(group, q.device), scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        rows = attended.transpose(1, 2).reshape(group.num_seqs * group.length, -1)
         return rows if group.places is None else rows.index_select(0, group.places)
 
+    def _mask(self, group: AttentionGroup, device: torch.device) -> Tensor | None:
+        """bool, broadcast to (num_seqs, H, length, length): the keys of each query; None: all."""
+        if not self.window or group.length <= self.window:
+            return group.mask
+        places = torch.arange(group.length, device=device)
+        near = (places[:, None] - places).abs() < self.window
+        return near if group.mask is None else near & group.mask
 
-class EncoderLayer:
-    """x = norm(x + attention(x)); x = norm(x + mlp(x))"""
 
-    __slots__ = ("attention", "attn_norm", "mlp", "mlp_norm")
-
-    def __init__(self, config: ModelConfig, weights: dict[str, Weight], layer: int, operators: Operators) -> None:
-        prefix = f"layers.{layer}"
-        self.attn_norm = take_norm(config, weights, f"{prefix}.attn_norm")
-        self.attention = EncoderAttention(config, weights, prefix, operators)
-        self.mlp_norm = take_norm(config, weights, f"{prefix}.mlp_norm")
-        self.mlp = take_mlp(config, weights, layer, operators)
-
-    def __call__(self, x: Tensor, batch: EncoderBatch) -> Tensor:
-        x, _ = self.attn_norm(self.attention(x, batch), x)
-        x, _ = self.mlp_norm(self.mlp(x), x)
-        return x
+def _rectangle(x: Tensor, group: AttentionGroup) -> Tensor:
+    """The rows of a group, (T, heads, D) -> (num_seqs, heads, length, D)."""
+    rows = x[group.start : group.end] if group.rows is None else x.index_select(0, group.rows)
+    return rows.view(group.num_seqs, group.length, *x.shape[1:]).transpose(1, 2)
 
 
 class Encoder:
     """Weights on one device, and the forward pass over a batch of whole sequences of any lengths."""
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Weight], operators: Operators) -> None:
-        """`weights` holds the tensors of config.parameter_shapes() and is emptied: packed copies replace them."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: dict[str, Weight],
+        device: torch.device,
+        max_positions: int | None,
+        operators: Operators,
+    ) -> None:
+        """Arguments as of Decoder."""
         self.config = config
-        self.embedding = Embedding(config, weights, operators)
-        types = take_optional(weights, "token_type_embedding.weight")
-        self.token_type = None if types is None else types[0].clone()  # type 0: every sequence is a single text
-        self.embedding_norm = take_norm(config, weights, "embedding_norm")
-        self.layers = [EncoderLayer(config, weights, layer, operators) for layer in range(config.num_layers)]
+        self.decoder = Decoder(config, weights, device, max_positions, operators, attention=EncoderAttention)
 
     @torch.inference_mode()
     def forward(self, input_ids: Tensor, batch: EncoderBatch) -> Tensor:
-        """input_ids int64 [num_tokens] -> hidden states of the last layer [num_tokens, hidden]."""
-        x = self.embedding(input_ids, batch.positions)
-        if self.token_type is not None:
-            x = x + self.token_type
-        x, _ = self.embedding_norm(x)
-        for layer in self.layers:
-            x = layer(x, batch)
-        return x
+        """input_ids int64 (T) -> hidden states of the last layer, behind the last norm if there is one, (T, C)."""
+        decoder = self.decoder
+        metadata = cast(BatchMetadata, batch)  # attention alone reads more of it than `outputs`
+        no_caches = cast(list[KVCache], [None] * self.config.num_layers)
+        return decoder.run(input_ids, decoder.embed(input_ids, batch.positions), metadata, no_caches)

@@ -2,13 +2,15 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
 from engine.errors import ModelError
 from engine.models.config import ModelConfig
 from engine.models.reader import ConfigReader, short
+
+GENERATES = r"(\w+)(?:ForCausalLM|LMHeadModel)"  # an architecture with lm_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,12 @@ class Family:
     constants: Mapping[str, float] = field(default_factory=dict)
     expert_tensors: Mapping[str, ExpertTensor] = field(default_factory=dict)
 
+    @property
+    def base_architectures(self) -> set[str]:
+        """The names of the base models, which a checkpoint without lm_head has: MistralModel, Gemma3TextModel."""
+        stems = [match[1] for name in self.architectures if (match := re.fullmatch(GENERATES, name))]
+        return {stem + end for stem in stems for end in ("Model", "TextModel")}.difference(self.architectures)
+
 
 def find_family(raw: Mapping[str, Any], groups: Mapping[str, Sequence[Family]]) -> Family:
     """The family of a config.json, by `architectures`, else by `model_type`. ModelError where the two disagree.
@@ -66,7 +74,11 @@ def find_family(raw: Mapping[str, Any], groups: Mapping[str, Sequence[Family]]) 
     families = [family for group in groups.values() for family in group]
     architectures, model_type = raw.get("architectures"), raw.get("model_type")
     names = architectures if isinstance(architectures, list) else []
-    by_architecture = [family for family in families if any(name in family.architectures for name in names)]
+    by_architecture = [
+        family
+        for family in families
+        if any(name in family.architectures or name in family.base_architectures for name in names)
+    ]
     by_type = [family for family in families if model_type in (family.model_type, *family.other_types)]
     found = by_architecture if names else by_type
     if not found:
@@ -79,6 +91,27 @@ def find_family(raw: Mapping[str, Any], groups: Mapping[str, Sequence[Family]]) 
             f"config.json contradicts itself: architectures {short(names)}, but model_type {short(model_type)}."
         )
     return found[0]
+
+
+def without_head(config: ModelConfig) -> ModelConfig:
+    """The decoder of a checkpoint that embeds only. A device may compute its logits in a warm-up: any head will do."""
+    return replace(config, embeds_only=True, tie_embeddings=True, lm_head_bias=False, normalized_head=False)
+
+
+def bidirectional(config: ModelConfig) -> ModelConfig:
+    """The decoder with attention to later tokens, too, which embeds only: gte-Qwen2, EmbeddingGemma. ModelError if its
+    attention has what an encoder's lacks."""
+    lacking = {
+        "a cap of attention scores": config.attn_softcap,
+        "attention sinks": config.attention_sinks,
+        "ALiBi": config.position == "alibi",
+        "chunks of attention": config.attention_chunk,
+        "caches that several layers share": config.num_kv_shared_layers,
+    }
+    for name, asked in lacking.items():
+        if asked:
+            raise ModelError(f"config.json: attention to later tokens (is_causal false) is not served with {name}.")
+    return replace(without_head(config), causal=False)
 
 
 # Fields of config.json that tell an architecture whose memory of earlier tokens is no cache of keys and values, or none

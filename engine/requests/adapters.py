@@ -19,7 +19,7 @@ from engine.request import Adapter
 
 FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 NOT_FOUND = "model_not_found"
-MAX_DEATHS = 2  # of Workers that read an adapter for the first time
+MAX_DEATHS = 2  # an adapter is given up after the deaths of so many Workers that read it for the first time
 
 logger = logging.getLogger(__name__)
 

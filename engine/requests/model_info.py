@@ -31,7 +31,7 @@ class ModelInfo:
     kv_cache_dtype: str
     memory: dict[str, int]
     hidden_size: int  # numbers of an embedding
-    encoder: bool  # embeds only
+    embeds_only: bool  # generates no text
     eos_token_ids: list[int]
     pooling: Pooling
     thinking_tags: ThinkingTags | None
@@ -59,7 +59,7 @@ class ModelInfo:
             kv_cache_dtype=ready.kv_cache_dtype or ready.dtype,
             memory=ready.memory,
             hidden_size=ready.hidden_size,
-            encoder=ready.encoder,
+            embeds_only=ready.embeds_only,
             eos_token_ids=eos_token_ids,
             pooling=pooling,
             thinking_tags=thinking_tags,
@@ -95,9 +95,9 @@ def check_request(request: Request, model: ModelInfo) -> int:
 
 def _max_num_tokens(request: Request, model: ModelInfo) -> int:
     ids, params, limit = request.prompt_token_ids, request.params, model.max_model_len
-    if model.encoder and params.pooling is None:
+    if model.embeds_only and params.pooling is None:
         raise InvalidRequestError(
-            "This model is an encoder: it embeds text (POST /v1/embeddings) and generates none.", "model", EMBEDS_ONLY
+            "This model embeds text (POST /v1/embeddings) and generates none.", "model", EMBEDS_ONLY
         )
     if not ids:
         raise InvalidRequestError("The prompt is empty: at least one token is needed.", request.prompt_param)

@@ -11,8 +11,8 @@ import tokenizers
 from tokenizers import AddedToken
 
 from engine.checkpoint.gguf import is_gguf, read_gguf
+from engine.checkpoint.json_files import read_json
 from engine.checkpoint.links import path_inside
-from engine.checkpoint.locate import read_json
 from engine.errors import ModelError
 from engine.text.conversion.convert import convert_tokenizer
 from engine.text.conversion.gguf import convert_gguf, tokenizer_settings

@@ -134,7 +134,7 @@ class EncoderRunner:
             if step.ready is not None:
                 step.ready.wait()
             pooled = [PooledSequence(s.seq_id, _pooling(s), len(s.token_ids)) for s in step.sequences]
-            done = finish_vectors(step.vectors, pooled, failed)
+            done = finish_vectors(step.vectors, pooled, failed, self._encoder.decoder.dense)
         return StepResult(step.step_id, [], failed, time.perf_counter() - step.started, vectors=done)
 
     def close(self) -> None:
@@ -264,7 +264,9 @@ def load_encoder(
         load_format=config.load_format,
         seed=config.seed,
         progress=progress,
+        max_model_len=longest,
         batch_invariant=config.batch_invariant,
+        pooling=config.pooling,
     )
     assert isinstance(encoder, Encoder), "a model that is not causal is an encoder"
     queue = CudaQueue(device) if device.type == "cuda" else None
@@ -282,8 +284,9 @@ def load_encoder(
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),
         memory={"weights": weight_bytes(model, dtype.itemsize), "kv_cache": 0},
-        hidden_size=model.hidden_size,
+        hidden_size=encoder.decoder.vector_size,
         encoder=True,
+        embeds_only=True,
     )
 
 

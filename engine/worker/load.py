@@ -252,7 +252,8 @@ class ResidentDecoder(Resident):
             disk_digests=host_cache.disk_digests,
             num_disk_blocks=host_cache.num_disk_blocks,
             kv_cache_dtype=dtype_name if kv_format is None else kv_format.name,
-            hidden_size=loaded.model.hidden_size,
+            hidden_size=loaded.decoder.vector_size,
+            embeds_only=loaded.model.embeds_only,
             start_seconds=seconds,
         )
 

@@ -216,6 +216,7 @@ def load_decoder(
         ranks=ranks,
         lora=config.lora_slots,
         compresses=compresses,
+        pooling=config.pooling,
     )
     assert isinstance(decoder, Decoder), "a causal model is a decoder"
     draft = None

@@ -127,7 +127,7 @@ class ModelRunner:
             adapters=self._adapters,
         )
         self._scorer = PromptScorer()
-        self._pooler = Pooler()
+        self._pooler = Pooler(parts.decoder.dense)
         self._buffer = StepBuffer(step_buffer_bytes(limits, parts.max_model_len, parts.block_size), queue)
         self.buckets: BucketRunner | None = None
         if queue is not None and parts.buckets is not None:

@@ -1,6 +1,6 @@
 """Pooler: makes the vectors of embedded sequences from the hidden states of a step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,8 @@ from engine.sampling_params import Pooling
 from engine.worker.batch.input_batch import InputBatch, SampleTargets, StepInputs
 from engine.worker.sampling.prompt_scorer import ScoredStep
 from engine.worker.sampling.sampling_rows import Put
+
+Layer = Callable[[Tensor], Tensor]  # engine/models/dense.py
 
 MIN_NORM = 1e-12  # a smaller norm divides as this, so that a vector of zeros stays zeros
 NOT_FINITE = "the model's hidden states hold NaN or infinity"
@@ -38,7 +40,7 @@ class PooledStep:
     """The pooling of one step. `chunks`: (sequence, its first row, its end row); `ending`: the sequences that end here.
 
     `targets` are the targets left to sample. places, rest: int64, the rows of `ending` and of `targets` among the
-    hidden states of all last tokens.
+    hidden states of all last tokens. `dense`: the layers behind the pooling.
     """
 
     chunks: list[tuple[PooledSequence, int, int]]
@@ -46,6 +48,7 @@ class PooledStep:
     targets: SampleTargets
     places: Tensor
     rest: Tensor
+    dense: Sequence[Layer]
 
     def pool(self, hidden: Tensor, last_hidden: Tensor) -> tuple[Tensor | None, Tensor]:
         """(vectors fp32 [ending, hidden] on the host or None, the rows of `last_hidden` to sample).
@@ -65,13 +68,14 @@ class PooledStep:
 
     def results(self, vectors: Tensor, failed: dict[int, str]) -> dict[int, bytes]:
         """The vectors of `ending` by sequence id, once their copy is done; see finish_vectors."""
-        return finish_vectors(vectors, self.ending, failed)
+        return finish_vectors(vectors, self.ending, failed, self.dense)
 
 
 class Pooler:
     """The sequences to embed that the Worker holds; costs nothing where there are none."""
 
-    def __init__(self) -> None:
+    def __init__(self, dense: Sequence[Layer] = ()) -> None:
+        self._dense = dense
         self._sequences: dict[int, PooledSequence] = {}
 
     def add(self, new: NewSequence) -> None:
@@ -113,14 +117,19 @@ class Pooler:
         is_pooled = np.array([seq is not None for seq in found], np.bool_)
         rest = np.flatnonzero(~is_pooled)
         targets = SampleTargets(at.seq_ids[rest], at.rows[rest], at.positions[rest])
-        return PooledStep(chunks, ending, targets, put(np.flatnonzero(is_pooled)), put(rest))
+        return PooledStep(chunks, ending, targets, put(np.flatnonzero(is_pooled)), put(rest), self._dense)
 
 
-def finish_vectors(vectors: Tensor, sequences: Sequence[PooledSequence], failed: dict[int, str]) -> dict[int, bytes]:
-    """Cut and normalise fp32 rows [sequences, hidden] on the host as the parameters of each sequence say.
+def finish_vectors(
+    vectors: Tensor, sequences: Sequence[PooledSequence], failed: dict[int, str], dense: Sequence[Layer] = ()
+) -> dict[int, bytes]:
+    """Pass fp32 rows [sequences, hidden] on the host through `dense`, cut and normalise them as the parameters of each
+    sequence say.
 
     Returns little-endian fp32 bytes by sequence id. A sequence whose row is not finite is added to `failed`.
     """
+    for layer in dense:
+        vectors = layer(vectors)
     done = {}
     for row, seq in zip(vectors.numpy(), sequences, strict=True):
         vector = row[: seq.pooling.dimensions]

@@ -23,7 +23,7 @@ def structured_output_field(request: GenerationRequest) -> str | None:
 
 async def compile_output(driver: Engine, output: StructuredOutput | None, param: str | None, tenant: str) -> None:
     """Compile the form that a request asks for, off the event loop. An error says what is wrong and names `param`."""
-    if output is None or driver.model.encoder:  # admission refuses to generate with an encoder
+    if output is None or driver.model.embeds_only:  # admission refuses to generate
         return
     try:
         await driver.grammars.prepare(output, tenant)

@@ -38,7 +38,7 @@ class ResponseAnswer:
         self._aligner: LogprobAligner | None = None
         if request.logprobs:
             self._aligner = LogprobAligner(tokenizer, True, visible=conversation.visible_token_ids)
-        self._num_characters = 0  # of the outputs so far
+        self._num_characters = 0  # the texts of the outputs so far have so many
         self._pending: list[tuple[str, Entry]] = []  # tokens that no part has yet, with their texts
         self._finish_reason: FinishReason | None = None
         self._head = {"id": response_id, "object": "response", "created_at": int(time.time())}

@@ -70,7 +70,7 @@ from engine.models.families import (
     starcoder2,
     vision_language,
 )
-from engine.models.family import Family, find_family
+from engine.models.family import Family, bidirectional, find_family, without_head
 from engine.models.formats import read_quantization
 from engine.models.parallel.shard import shard_model
 from engine.models.reader import ConfigReader
@@ -198,9 +198,11 @@ def model_config(raw: Mapping[str, Any]) -> ModelConfig:
     family = find_family(raw, GROUPS)
     reader = ConfigReader(raw)
     config = family.to_config(reader)
-    if config.causal:  # a decoder: some embedding models, such as gte-Qwen2, attend to later tokens, too
-        for part in (reader, reader.object("text_config")):
-            part.require("is_causal", True)
+    parts = reader, reader.object("text_config")
+    if config.causal and not all(part.flag("is_causal", True) for part in parts):
+        config = bidirectional(config)
+    elif family.base_architectures.intersection(raw.get("architectures") or ()):
+        config = without_head(config)
     return replace(config, quantization=read_quantization(raw))
 
 

@@ -70,6 +70,7 @@ def bert_config(reader: ConfigReader) -> ModelConfig:
         mlp_bias=True,
         tie_embeddings=True,  # an encoder has no lm_head
         causal=False,
+        embeds_only=True,
         embedding_norm=True,
         token_types=reader.size("type_vocab_size", 2),
         dtype=reader.dtype(),

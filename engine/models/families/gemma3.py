@@ -7,7 +7,7 @@ from typing import Any
 from engine.errors import ModelError
 from engine.models.config import ModelConfig
 from engine.models.families import gemma2, llama
-from engine.models.family import Family
+from engine.models.family import Family, bidirectional
 from engine.models.reader import ConfigReader, short
 
 WEIGHTS = {
@@ -18,15 +18,18 @@ WEIGHTS = {
 
 
 def to_config(reader: ConfigReader) -> ModelConfig:
-    reader.require("use_bidirectional_attention", False)
     reader.require("attn_logit_softcapping", None)  # transformers' Gemma 3 does not apply it
+    both_ways = reader.flag("use_bidirectional_attention", False)  # EmbeddingGemma
+    reader = ConfigReader({**reader.raw, "use_bidirectional_attention": None}, reader.where)
     full, windowed = rope_readers(reader)
     config = gemma2.to_config(full)
     pattern = reader.size("sliding_window_pattern", 6)
     between = tuple(layer for layer in range(config.num_layers) if (layer + 1) % pattern)
-    return replace(
+    config = replace(
         config,
         family="gemma3_text",
+        # there config.json has the window of both sides together
+        sliding_window=config.sliding_window // 2 + 1 if both_ways else config.sliding_window,
         # max_position_embeddings of these models already includes the factor of rope_scaling.
         max_position_embeddings=reader.size("max_position_embeddings"),
         qk_norm="head",
@@ -36,6 +39,7 @@ def to_config(reader: ConfigReader) -> ModelConfig:
         rope_theta=full.rope_theta(1e6),
         window_rope_theta=windowed.rope_theta(reader.number("rope_local_base_freq", 1e4, above=1.0)),
     )
+    return bidirectional(config) if both_ways else config
 
 
 def rope_readers(reader: ConfigReader) -> tuple[ConfigReader, ConfigReader]:

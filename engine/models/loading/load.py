@@ -6,9 +6,11 @@ from pathlib import Path
 
 import torch
 
+from engine.checkpoint.pooling import dense_folders
 from engine.checkpoint.weight_files import has_all_weights
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
+from engine.models.dense import load_dense
 from engine.models.encoder import Encoder
 from engine.models.families import family_of
 from engine.models.layers.adapted import AdapterLayers, adaptable, in_features, parts_of
@@ -35,6 +37,7 @@ def load_model(
     ranks: Ranks | None = None,
     lora: tuple[int, int] | None = None,
     compresses: bool = False,
+    pooling: str | None = None,
 ) -> Decoder | Encoder:
     """A model with its weights in `dtype` on `device`, or quantised as config.quantization says. load_format "dummy"
     draws random weights from `seed`; the other formats read the checkpoint.
@@ -43,7 +46,8 @@ def load_model(
     batch_invariant chooses linear layers and activations (engine/models/layers/operators.py); ConfigError if the device
     cannot keep the promise. `ranks` computes the model with other processes; config is then the rank's part of it
     (engine/models/parallel/shard.py). `lora`: (slots, largest rank) for adapters beside the linear layers. compresses:
-    keep linear layers in 12 bits, too (kernels/linear/packed.py).
+    keep linear layers in 12 bits, too (kernels/linear/packed.py). `pooling`, of embeddings: as in EngineConfig; with
+    "auto", linear layers behind it are loaded, too.
     ModelError names the tensor and the file if the checkpoint does not fit config.json.
     """
     adapters = None if lora is None else AdapterLayers(config, *lora, dtype, device)
@@ -52,9 +56,15 @@ def load_model(
         weights = dummy_weights(config, dtype, device, seed)
     else:
         weights = load_weights(model_dir, config, dtype, device, progress)
-    if not config.causal:
-        return Encoder(config, weights, operators)
-    return Decoder(config, weights, device, max_model_len, operators)
+    model: Decoder | Encoder
+    if config.causal:
+        model = decoder = Decoder(config, weights, device, max_model_len, operators)
+    else:
+        model = Encoder(config, weights, device, max_model_len, operators)
+        decoder = model.decoder
+    if pooling is not None and load_format != "dummy":
+        decoder.dense = load_dense(model_dir, dense_folders(model_dir, pooling), config.hidden_size)
+    return model
 
 
 def check_checkpoint(model_dir: Path, config: ModelConfig) -> None:

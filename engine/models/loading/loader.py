@@ -257,7 +257,7 @@ class _Loader:
     def _check_tied_head(self) -> None:
         """ModelError if the checkpoint has a head that differs from the embedding it is tied to."""
         head, embedding = self.found.get(self._tensor("lm_head")), self.found.get(self._tensor("embedding"))
-        if not self.config.tie_embeddings or head is None or embedding is None:
+        if not self.config.tie_embeddings or self.config.embeds_only or head is None or embedding is None:
             return
         if head.header.shape == embedding.header.shape:
             with open_weight_file(head.path) as a, open_weight_file(embedding.path) as b:

@@ -33,8 +33,8 @@ class LoadedDraft:
 def read_draft_config(config: EngineConfig, draft_dir: Path, model: ModelConfig) -> ModelConfig:
     """The config of the draft model in `draft_dir`. ConfigError if it cannot propose tokens for `model`."""
     draft = read_model_config(draft_dir, config.quantization)
-    if not draft.causal:
-        raise ConfigError(f"speculative: {config.draft_model} is an encoder; a draft model generates text.")
+    if draft.embeds_only:
+        raise ConfigError(f"speculative: {config.draft_model} embeds text only; a draft model generates text.")
     if draft.vocab_size != model.vocab_size:
         raise ConfigError(
             f"speculative: {config.draft_model} has a vocabulary of {draft.vocab_size} tokens and the model one of "

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from engine.checkpoint.pooling import pooling_of_model, read_pooling
+from engine.checkpoint.pooling import dense_folders, pooling_of_model, read_pooling
 from engine.errors import ConfigError, ModelError
 from engine.sampling_params import Pooling
 
@@ -56,7 +56,8 @@ def test_an_option_wins_and_keeps_the_normalisation(tmp_path):
         (flags(mean_tokens=True, cls_token=True), (), "pooling_mode_cls_token, pooling_mode_mean_tokens"),
         (flags(), (), "nothing"),
         ({"pooling_mode": "weightedmean"}, (), "weightedmean"),
-        (flags(mean_tokens=True), ((2, "Dense"),), "'Dense' is not served"),
+        (flags(mean_tokens=True), ((2, "LayerNorm"),), "'LayerNorm' is not served"),
+        (flags(mean_tokens=True), (NORMALIZE, (3, "Dense")), "the order Transformer, Pooling, Normalize, Dense is not"),
     ],
 )
 def test_an_unserved_pooling_is_named_with_the_alternative(tmp_path, settings, others, words):
@@ -81,6 +82,12 @@ def test_a_module_outside_of_the_folder_is_not_read(tmp_path):
     (model / "1_Pooling").symlink_to(outside)
     with pytest.raises(ModelError, match="leaves the model's folder"):
         read_pooling(model, "auto")
+
+
+def test_linear_layers_are_found_in_order_unless_the_pooling_is_chosen(tmp_path):
+    save(tmp_path, {"pooling_mode": "mean"}, (2, "Dense"), (3, "Dense"), (4, "Normalize"))
+    assert read_pooling(tmp_path, "auto") == Pooling("mean", normalize=True)
+    assert dense_folders(tmp_path, "auto") == ["2_x", "3_x"] and dense_folders(tmp_path, "last") == []
 
 
 def test_default_poolings_and_a_senseless_one():

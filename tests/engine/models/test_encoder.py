@@ -7,17 +7,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, PreTrainedModel, RobertaConfig, RobertaForMaskedLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError, ModelError
 from engine.executor.step import NewSequence, SequenceStep, StepPlan, StepResult
+from engine.models.dense import load_dense
 from engine.models.families import model_config, read_model_config
 from engine.sampling_params import Pooling, SamplingParams
 from engine.worker.device.host import StepLimits
 from engine.worker.encoder_runner import EncoderRunner
 from engine.worker.load import load_runner
-from tests.engine.models.tiny_encoders import CASES, VOCAB, randomise, save_encoder, sizes
+from tests.engine.models.tiny_encoders import CASES, VOCAB, decoder_sizes, randomise, save_dense, save_encoder, sizes
 from tests.engine.worker.lazy_queue import LazyQueue
 
 LENGTHS = (1, 7, 2, 33, 7, 40, 5, 1, 38, 64)
@@ -127,16 +136,18 @@ def test_num_parameters(name, tmp_path):
     assert read_model_config(tmp_path).num_parameters() == counted
 
 
-def test_batch_invariance_is_to_the_bit(tmp_path):
-    save_encoder("bert", tmp_path)
+@pytest.mark.parametrize("name", ["bert", "gemma3"])
+def test_batch_invariance_is_to_the_bit(name, tmp_path):
+    save_encoder(name, tmp_path)
     runner = load(tmp_path, batch_invariant=True)
     texts = prompts(*LENGTHS)
     together = run(runner, texts, Pooling("mean")).vectors
     assert [run(runner, [ids], Pooling("mean")).vectors[0] for ids in texts] == [*map(together.get, range(len(texts)))]
 
 
-def test_bfloat16_is_near(tmp_path):
-    oracle = save_encoder("bert", tmp_path)
+@pytest.mark.parametrize("name", ["bert", "qwen3", "gemma3"])
+def test_bfloat16_is_near(name, tmp_path):
+    oracle = save_encoder(name, tmp_path)
     texts = prompts(*LENGTHS)
     for ids, ours in zip(texts, vectors(run(load(tmp_path, dtype="bfloat16"), texts, Pooling("mean"))), strict=True):
         assert ours @ oracle_vector(oracle, ids, Pooling("mean")) > 0.999
@@ -162,7 +173,7 @@ def test_a_wrong_token_fails_alone(pair):
 def test_nan_fails_alone_and_plans_that_disagree_end_the_worker(tmp_path):
     save_encoder("bert", tmp_path)
     runner = load(tmp_path)
-    runner._encoder.embedding.weight[50] = float("nan")
+    runner._encoder.decoder.embedding.weight[50] = float("nan")
     result = run(runner, [[5, 6], [50, 6], [9, 9]], Pooling("mean"))
     assert result.vectors.keys() == {0, 2} and "NaN" in result.failed[1]
     part = NewSequence(
@@ -216,3 +227,45 @@ def test_what_is_not_served_is_named(changes, words):
     raw = BertConfig(**sizes(), architectures=["BertModel"]).to_dict() | changes
     with pytest.raises(ModelError, match=words):
         model_config(raw)
+
+
+def test_a_decoder_with_its_head_that_attends_to_later_tokens(tmp_path):
+    """As gte-Qwen2: the file has an lm_head, which nothing reads."""
+    oracle = randomise(Qwen2ForCausalLM(Qwen2Config(**decoder_sizes())))
+    oracle.save_pretrained(tmp_path)
+    texts = prompts(*LENGTHS)
+    for ids, ours in zip(texts, vectors(run(load(tmp_path), texts, Pooling("last"))), strict=True):
+        np.testing.assert_allclose(ours, oracle_vector(oracle.model, ids, Pooling("last")), **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"activation_function": "a.Softsign"}, r"2_Dense/config\.json: activation_function 'a\.Softsign' is not"),
+        ({"in_features": 47}, r"in_features is 47, but the module before it gives 48 numbers"),
+        ({"out_features": 5}, r"linear\.weight must be \[5, 48\]"),
+    ],
+)
+def test_a_wrong_linear_layer_is_named(tmp_path, changes, words):
+    save_dense(tmp_path, 2, 48, 16, **changes)
+    with pytest.raises(ModelError, match=words):
+        load_dense(tmp_path, ["2_Dense"], 48)
+
+
+def test_the_file_of_a_linear_layer(tmp_path):
+    layer = save_dense(tmp_path, 2, 48, 16, bias=True)
+    file = tmp_path / "2_Dense" / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:100])
+    with pytest.raises(ModelError, match=r"2_Dense/model\.safetensors is damaged"):
+        load_dense(tmp_path, ["2_Dense"], 48)
+    file.unlink()
+    with pytest.raises(ModelError, match=r"lacks 2_Dense/model\.safetensors"):
+        load_dense(tmp_path, ["2_Dense"], 48)
+    pickle = file.with_name("pytorch_model.bin")
+    pickle.write_bytes(b"no pickle")
+    with pytest.raises(ModelError, match=r"2_Dense/pytorch_model\.bin cannot be read"):
+        load_dense(tmp_path, ["2_Dense"], 48)
+    torch.save({f"linear.{name}": tensor for name, tensor in layer.state_dict().items()}, pickle)
+    (found,) = load_dense(tmp_path, ["2_Dense"], 48)
+    assert torch.equal(found.weight, layer.weight) and torch.equal(found.bias, layer.bias)

@@ -253,8 +253,8 @@ def test_sizes_of_a_known_model() -> None:
         (GPT2, {"add_cross_attention": True}, "add_cross_attention = True is not supported"),
         (GPT2, {"n_head": 5}, "cannot share hidden size 64"),
         (GEMMA, {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not supported"),
-        (QWEN2, {"is_causal": False}, "is_causal = False is not supported"),  # gte-Qwen2
-        (GPT2, {"is_causal": False}, "is_causal = False is not supported"),
+        (GEMMA2, {"is_causal": False}, "attention to later tokens .* a cap of attention scores"),
+        (QWEN2, {"is_causal": "no"}, "is_causal must be true or false"),
         (GEMMA, {"hidden_act": "silu", "hidden_activation": "gelu"}, "hidden_act is not hidden_activation"),
         (GEMMA, {"hidden_activation": "xielu"}, "hidden_activation 'xielu' is not served"),
         (GEMMA2, {"sliding_window": None}, "sliding_window = null is not supported"),

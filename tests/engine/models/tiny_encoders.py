@@ -1,16 +1,22 @@
 """Tiny random encoders of transformers: the oracle of test_encoder.py."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import (
     AutoModel,
     BertConfig,
     DistilBertConfig,
+    Gemma3TextConfig,
+    LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
     RobertaConfig,
     XLMRobertaConfig,
 )
@@ -31,7 +37,18 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "distilbert": lambda: DistilBertConfig(
         vocab_size=VOCAB, dim=48, hidden_dim=80, n_layers=3, n_heads=4, max_position_embeddings=80
     ),
+    # Decoders that attend to later tokens, too.
+    "llama": lambda: LlamaConfig(**decoder_sizes(mlp_bias=True)),
+    "qwen2": lambda: Qwen2Config(**decoder_sizes()),  # gte-Qwen2
+    "qwen3": lambda: Qwen3Config(**decoder_sizes(head_dim=16)),
+    "gemma3": lambda: Gemma3TextConfig(  # EmbeddingGemma: a window of 7 tokens on both sides
+        **sizes(num_key_value_heads=2, head_dim=16, sliding_window=12, use_bidirectional_attention=True)
+    ),
 }
+
+
+def decoder_sizes(**changes: Any) -> dict[str, Any]:
+    return sizes(num_key_value_heads=2, is_causal=False, tie_word_embeddings=False, **changes)
 
 
 def randomise(model: PreTrainedModel) -> PreTrainedModel:
@@ -43,7 +60,30 @@ def randomise(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval()
 
 
-def save_encoder(name: str, folder: Path) -> PreTrainedModel:
-    model = randomise(AutoModel.from_config(CASES[name](), attn_implementation="eager"))
+def save_encoder(name: str, folder: Path, **changes: Any) -> PreTrainedModel:
+    config = CASES[name]()
+    for field, value in changes.items():
+        setattr(config, field, value)
+    model = randomise(AutoModel.from_config(config, attn_implementation="eager"))
     model.save_pretrained(folder)
-    return model
+    return AutoModel.from_pretrained(folder, attn_implementation="eager").eval()  # Gemma 3 halves its window each time
+
+
+DENSE = {"activation_function": "torch.nn.modules.linear.Identity", "bias": False}
+
+
+def save_dense(folder: Path, number: int, size: int, out: int, bias: bool = False, **settings: Any) -> torch.nn.Linear:
+    layer = torch.nn.Linear(size, out, bias=bias)
+    place = folder / f"{number}_Dense"
+    place.mkdir()
+    sizes = {"in_features": size, "out_features": out}
+    (place / "config.json").write_text(json.dumps(DENSE | sizes | settings))
+    save_file({f"linear.{name}": tensor for name, tensor in layer.state_dict().items()}, place / "model.safetensors")
+    return layer
+
+
+def save_modules(folder: Path, *names: str) -> None:
+    modules = [{"path": f"{i}_{name}" if i else "", "type": f"a.{name}"} for i, name in enumerate(names)]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "mean"}')

@@ -8,9 +8,11 @@ import openai
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
+from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, MistralConfig
 
 from engine.checkpoint.locate import BUNDLED_MODEL
+from tests.checkpoints import save_fake_checkpoint
+from tests.engine.models.tiny_encoders import decoder_sizes, randomise, save_dense, save_encoder, save_modules
 from tests.server.conftest import serving
 from tests.server.live import assert_error
 
@@ -91,6 +93,35 @@ def test_a_sentence_transformer(bert):
         assert client.post("/detokenize", json={"tokens": [4, 5, 12]}).json() == {"prompt": "the foxs"}
         assert_error(client.post("/v1/completions", json={"model": "bert", "prompt": "the fox"}), 400, "model")
         assert client.get("/metrics").status_code == client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mistral"])
+def test_a_base_model_with_linear_layers_behind_the_pooling(tmp_path, kind):
+    """EmbeddingGemma, whose tokens attend to later ones, and a decoder without lm_head, as e5-mistral is."""
+    save_fake_checkpoint(tmp_path)
+    if kind == "gemma3":
+        model = save_encoder(kind, tmp_path, vocab_size=260)
+    else:
+        sizes = decoder_sizes() | {"vocab_size": 260, "is_causal": True}
+        model = randomise(AutoModel.from_config(MistralConfig(**sizes)))
+        model.save_pretrained(tmp_path)
+    save_modules(tmp_path, "Transformer", "Pooling", "Dense", "Dense", "Normalize")
+    wide = save_dense(tmp_path, 2, 48, 64)
+    narrow = save_dense(tmp_path, 3, 64, 24, bias=True, activation_function="torch.nn.modules.activation.Tanh")
+    args = "--model", str(tmp_path), "--served-model-name", "e", "--dtype", "float32"
+    with torch.no_grad(), serving(*args) as url:
+        api = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        texts = ["A fox.", "The fox runs and runs and runs.", "x"]
+        for dimensions in (24, 7):
+            answer = api.embeddings.create(model="e", input=texts, dimensions=dimensions)
+            for text, entry in zip(texts, answer.data, strict=True):
+                hidden = model(torch.tensor([list(text.encode())])).last_hidden_state[0].mean(0)
+                expected = torch.tanh(narrow(torch.nn.functional.linear(hidden, wide.weight)))[:dimensions].numpy()
+                np.testing.assert_allclose(entry.embedding, expected / np.linalg.norm(expected), atol=1e-5)
+        with pytest.raises(openai.BadRequestError, match="dimensions"):
+            api.embeddings.create(model="e", input=texts, dimensions=25)
+        with pytest.raises(openai.BadRequestError, match=r"embeds text .* and generates none"):
+            api.completions.create(model="e", prompt="A fox")
 
 
 def test_the_bundled_decoder(bundled_server):
