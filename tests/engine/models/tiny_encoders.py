@@ -38,10 +38,10 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
         vocab_size=VOCAB, dim=48, hidden_dim=80, n_layers=3, n_heads=4, max_position_embeddings=80
     ),
     # Decoders that attend to later tokens, too.
-    "llama": lambda: LlamaConfig(**decoder_sizes(mlp_bias=True)),
-    "qwen2": lambda: Qwen2Config(**decoder_sizes()),  # gte-Qwen2
-    "qwen3": lambda: Qwen3Config(**decoder_sizes(head_dim=16)),
-    "gemma3": lambda: Gemma3TextConfig(  # EmbeddingGemma: a window of 7 tokens on both sides
+    "llama_both_ways": lambda: LlamaConfig(**decoder_sizes(mlp_bias=True)),
+    "qwen2_both_ways": lambda: Qwen2Config(**decoder_sizes()),  # gte-Qwen2
+    "qwen3_both_ways": lambda: Qwen3Config(**decoder_sizes(head_dim=16)),
+    "gemma3_both_ways": lambda: Gemma3TextConfig(  # EmbeddingGemma: a window of 7 tokens on both sides
         **sizes(num_key_value_heads=2, head_dim=16, sliding_window=12, use_bidirectional_attention=True)
     ),
 }

@@ -95,11 +95,11 @@ def test_a_sentence_transformer(bert):
         assert client.get("/metrics").status_code == client.get("/health").status_code == 200
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "mistral"])
+@pytest.mark.parametrize("kind", ["gemma3_both_ways", "mistral"])
 def test_a_base_model_with_linear_layers_behind_the_pooling(tmp_path, kind):
     """EmbeddingGemma, whose tokens attend to later ones, and a decoder without lm_head, as e5-mistral is."""
     save_fake_checkpoint(tmp_path)
-    if kind == "gemma3":
+    if kind == "gemma3_both_ways":
         model = save_encoder(kind, tmp_path, vocab_size=260)
     else:
         sizes = decoder_sizes() | {"vocab_size": 260, "is_causal": True}
