@@ -106,7 +106,7 @@ class NullDecoder:
     recorded = None
 
     def __init__(self, config: ModelConfig, num_seqs: int) -> None:
-        self.config, self.operators = config, FastOperators()
+        self.config, self.operators, self.dense = config, FastOperators(), ()
         tokenizer = Tokenizer(resolve_model(EngineConfig()))
         # Whole characters, as nearly all tokens of a text are.
         texts = [i for i in range(VOCAB_SIZE) if tokenizer.token_bytes(i).isascii() and tokenizer.token_bytes(i)]

@@ -257,6 +257,7 @@ class _Service:
         await _first(ending, asyncio.sleep(STOP_SECONDS if slow else FAST_STOP_SECONDS), *slow)
         if not ending.done():
             self._http.force_exit = True
+            ending.add_done_callback(asyncio.Future.exception)  # reads it: asyncio would log it with a traceback
             ending.cancel()
             await asyncio.wait([http], timeout=1.0)
         if self._tracer is not None:

@@ -313,7 +313,7 @@ def test_beam_search_beside_generate_and_its_errors(checkpoint):
 def test_an_encoder_says_that_it_generates_nothing_whatever_form_is_asked_for(checkpoint):
     with open_llm(checkpoint, "--encoder") as llm:
         for form in (None, StructuredOutput("regex", "[a-z]+")):
-            with pytest.raises(InvalidRequestError, match="it embeds text"):
+            with pytest.raises(InvalidRequestError, match="embeds text"):
                 llm.generate("hello", greedy(structured_output=form), use_tqdm=False)
 
 
