@@ -115,9 +115,10 @@ def test_a_text_is_the_same_alone_and_in_any_batch(pair):
         np.testing.assert_allclose(vectors(run(runner, [ids], Pooling("mean")))[0], ours, **TOLERANCE)
 
 
-def test_a_step_is_launched_while_a_gpu_computes_another(tmp_path):
+@pytest.mark.parametrize("name", ["bert", "gemma3_both_ways"])
+def test_a_step_is_launched_while_a_gpu_computes_another(name, tmp_path):
     """A queue that copies late: the arrays of a step must stay until they are copied, and its results until read."""
-    save_encoder("bert", tmp_path)
+    save_encoder(name, tmp_path)
     on_cpu, decoy = load(tmp_path), [[7] * 20, [8] * 3]
     on_gpu = EncoderRunner(on_cpu._encoder, torch.device("cpu"), StepLimits(8, 128), queue=LazyQueue())
     plans = [plan(prompts(*lengths), Pooling("mean"), Pooling("cls")) for lengths in ((9, 4, 4), (5,), (30, 2, 7, 1))]
