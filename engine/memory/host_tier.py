@@ -9,6 +9,7 @@ The Worker owns the memory; this class knows which block is in which slot. Plans
 runs plans in order, so a slot counts as filled when the plan that fills it is made.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from engine.executor.step import BlockMove, CacheCosts, WorkerReady
@@ -20,7 +21,8 @@ DIGESTS_PER_DISK_BLOCK = 2
 
 
 class HostTier:
-    """`num_slots` slots by the key of their block; the least recently used is evicted first. Operations are O(1)."""
+    """`num_slots` slots by the key of their block; the least recently used is evicted first. Operations are O(1): to
+    find its oldest entry, a dict would pass over those deleted before."""
 
     def __init__(
         self,
@@ -35,12 +37,12 @@ class HostTier:
         the disk, which holds up to `num_disk_blocks`.
         """
         self.num_slots = num_slots
-        self.on_disk = None if on_disk is None else dict.fromkeys(on_disk)
+        self.on_disk = None if on_disk is None else OrderedDict.fromkeys(on_disk)
         self._max_digests = DIGESTS_PER_DISK_BLOCK * num_disk_blocks
         self.num_loads = 0  # blocks brought back
         self.num_offloads = 0
         self.costs = costs
-        self._slots: dict[BlockKey, int] = {}  # in order of use
+        self._slots: OrderedDict[BlockKey, int] = OrderedDict()  # in order of use
         self._free = list(range(num_slots - 1, -1, -1))
         self._pinned: set[int] = set()  # read by the plan under construction
         self._reserved: set[int] = set()  # the disk tier is about to fill them
@@ -140,11 +142,11 @@ class HostTier:
             return b""
         self.on_disk[key.digest] = None
         if len(self.on_disk) > self._max_digests:  # the disk has written over the oldest
-            del self.on_disk[next(iter(self.on_disk))]
+            self.on_disk.popitem(last=False)
         return key.digest
 
     def _touch(self, key: BlockKey) -> None:
-        self._slots[key] = self._slots.pop(key)
+        self._slots.move_to_end(key)
 
     def _evict(self) -> int | None:
         """Frees and returns the least recently used slot; None if all are about to be read."""

@@ -16,6 +16,7 @@ import queue
 import stat
 import struct
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,7 +50,7 @@ class BlockFile:
                 f"disk_cache_size: {quota} bytes do not hold one block of {block_bytes} bytes; give it more."
             )
         self._fd = _open_locked(folder, file_name)
-        self._slots: dict[bytes, int] = {}  # digest -> slot, in the order of writing
+        self._slots: OrderedDict[bytes, int] = OrderedDict()  # digest -> slot, in the order of writing
         self._age = 0
         header = FILE_HEADER.pack(MAGIC, block_bytes, identity)
         if self._begins_with(header):
@@ -72,7 +73,7 @@ class BlockFile:
         elif self._free:
             slot = self._free.pop()
         else:
-            slot = self._slots.pop(next(iter(self._slots)))
+            _, slot = self._slots.popitem(last=False)
         self._age += 1
         header = SLOT_HEADER.pack(digest, _checksum(digest, content), self._age)
         try:

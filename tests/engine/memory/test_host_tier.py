@@ -1,6 +1,7 @@
 """The host tier: what the pool gives up comes back, in the right place, and costs no computation."""
 
 import random
+import time
 
 import pytest
 
@@ -148,6 +149,26 @@ def test_digests_of_blocks_that_the_disk_has_written_over_are_forgotten():
     assert tier.pop_moves()[0][0].digest == b"", "the disk has it"
     tier.offload(BlockKey(written[0], (1,)), 5)
     assert tier.pop_moves()[0][0].digest == written[0]
+
+
+@pytest.mark.parametrize("num_slots, num_disk_blocks", [(100_000, 100), (100, 100_000)])
+def test_a_large_tier_takes_no_longer_for_a_block_than_a_small_one(num_slots, num_disk_blocks):
+    """The oldest of many blocks, or of their digests on the disk, is found at once."""
+
+    def seconds(num_slots, num_disk_blocks):
+        digests = [i.to_bytes(32, "little") for i in range(2 * num_disk_blocks)]
+        tier = HostTier(num_slots, on_disk=digests, num_disk_blocks=num_disk_blocks)
+        keys = [BlockKey((1 << 40 | i).to_bytes(32, "little"), (1,)) for i in range(num_slots + 40_000)]
+        for key in keys[:num_slots]:
+            tier.offload(key, 5)
+            tier.pop_moves()
+        started = time.thread_time()
+        for key in keys[num_slots:]:
+            tier.offload(key, 5)
+            tier.pop_moves()
+        return time.thread_time() - started
+
+    assert seconds(num_slots, num_disk_blocks) < 5 * seconds(100, 100)
 
 
 @pytest.mark.parametrize("seed", range(40))
