@@ -17,6 +17,7 @@ from engine.errors import ModelError
 from engine.text.conversion.convert import convert_tokenizer
 from engine.text.conversion.gguf import convert_gguf, tokenizer_settings
 
+TOKENIZER = "tokenizer.json"
 # Models of these types drop text: one unknown token stands for any number of characters, a run of spaces for no token.
 # No real text has more characters per token than MAX_CHARS_LOST.
 MODELS_THAT_LOSE_TEXT, MAX_CHARS_LOST = ("Unigram", "WordLevel", "WordPiece"), 1024
@@ -29,13 +30,15 @@ def load_tokenizer(model_dir: Path) -> tokenizers.Tokenizer:
     """The tokenizer of a checkpoint folder or GGUF file. No code from the checkpoint runs."""
     if is_gguf(model_dir):
         return convert_gguf(read_gguf(model_dir))
-    tokenizer = _load_from_folder(model_dir)
-    tokenizer.add_tokens(_configured_tokens(tokenizer, read_settings(model_dir)))
+    tokenizer, settings = _load_from_folder(model_dir), read_settings(model_dir)
+    if not (model_dir / TOKENIZER).is_file():
+        settings.pop("added_tokens_decoder", None)  # the conversion has added its tokens
+    tokenizer.add_tokens(_configured_tokens(tokenizer, settings))
     return tokenizer
 
 
 def _load_from_folder(model_dir: Path) -> tokenizers.Tokenizer:
-    path = model_dir / "tokenizer.json"
+    path = model_dir / TOKENIZER
     if not path.is_file():
         converted = convert_tokenizer(model_dir, read_json(model_dir / "tokenizer_config.json"))
         return converted or _load_with_transformers(model_dir)

@@ -65,11 +65,14 @@ def _convert(path: Path, settings: Mapping[str, Any]) -> tokenizers.Tokenizer:
 def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: Path, settings: Mapping[str, Any]) -> None:
     """Add the tokens of tokenizer_config.json and added_tokens.json, which must get the ids that these files say."""
     added: dict[int, AddedToken] = {}
+    # Gemma's runs of spaces, which tokenizer_config.json lists, too
+    normalized = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.normalized}
     path = folder / "added_tokens.json"
     for text, token_id in (read_json_object(path) if path.is_file() else {}).items():
         added[int(token_id)] = AddedToken(text, normalized=False, special=True)
     for token_id, token in (settings.get("added_tokens_decoder") or {}).items():
         flags = {name: bool(token.get(name)) for name in ("special", "lstrip", "rstrip", "single_word", "normalized")}
+        flags["normalized"] |= token["content"] in normalized
         added[int(token_id)] = AddedToken(token["content"], **flags)
     for token_id in sorted(added):
         token = added[token_id]

@@ -82,6 +82,20 @@ def test_sentencepiece(tmp_path: Path, settings: dict[str, Any]) -> None:
     assert tokenizer.encode("</s>", add_special_tokens=False)[-1] == reference.eos_id()
 
 
+def test_runs_of_spaces_that_tokenizer_config_lists(tmp_path: Path) -> None:
+    """As Gemma's: tokenizer_config.json has every user-defined piece of tokenizer.model, as not normalised."""
+    settings = {"model_type": "bpe", "user_defined_symbols": SPACES, "add_dummy_prefix": False, **PLAIN}
+    reference = train_sentencepiece(tmp_path, **settings)
+    listed = {
+        str(reference.piece_to_id(piece)): {"content": piece, "normalized": False, "special": piece == "</s>"}
+        for piece in (*SPACES, "</s>")
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": listed, "eos_token": "</s>"}))
+    tokenizer = Tokenizer(tmp_path)
+    for text in TEXTS:
+        assert tokenizer.encode(text, add_special_tokens=False) == reference.encode(text)
+
+
 def test_spaces_behind_words_are_refused(tmp_path: Path) -> None:
     train_sentencepiece(tmp_path, model_type="bpe", treat_whitespace_as_suffix=True, **PLAIN)
     with pytest.raises(ModelError, match=r"treat_whitespace_as_suffix, which is not served\. Point --tokenizer at"):
