@@ -4,6 +4,7 @@ Everything here runs once, when a Tokenizer is made. Raises ModelError for files
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ TOKENIZER = "tokenizer.json"
 MODELS_THAT_LOSE_TEXT, MAX_CHARS_LOST = ("Unigram", "WordLevel", "WordPiece"), 1024
 # Fields of tokenizer_config.json that list special tokens without a name of their own. transformers 5 has the first.
 EXTRA_TOKENS = ("extra_special_tokens", "additional_special_tokens")
+LAST_BREAK = re.compile(r"(\r\n|\r|\n)\Z")
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
@@ -162,10 +164,10 @@ def find_chat_template(model_dir: Path, settings: dict[str, Any]) -> str | None:
         named["default"] = read_json(model_dir / "chat_template.json").get("chat_template")
     default, tool_use = named.get("default"), named.get("tool_use")
     if isinstance(default, str) and isinstance(tool_use, str):
-        # "+" keeps the white space around a tag, and a template's last line break counts for nothing
-        default, tool_use = default.removesuffix("\n"), tool_use.removesuffix("\n")
-        chosen = '{% if tools or messages | selectattr("tool_calls", "defined") | list %}{% set tools = tools or [] +%}'
-        return f"{chosen}{tool_use}{{%+ else +%}}{default}{{%+ endif %}}"
+        # Each stands at the start of a line, as alone, and its last line break counts for nothing. "+" keeps spaces.
+        default, tool_use = (LAST_BREAK.sub("", text) for text in (default, tool_use))
+        chosen = '{% if tools or messages | selectattr("tool_calls", "defined") | list %}{% set tools = tools or [] %}'
+        return f"{chosen}\n{tool_use}{{%+ else %}}\n{default}{{%+ endif %}}"
     return default if isinstance(default, str) else None
 
 

@@ -83,18 +83,22 @@ TEMPLATES = {
 }
 
 
+EDGES = {"default": " {% set x = 1 %} a\r\n", "tool_use": "  {# two #} b\n\r\n"}  # spaces before the first tag
+
+
+@pytest.mark.parametrize("templates", [TEMPLATES, EDGES])
 @pytest.mark.parametrize("files", [True, False])
 @pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "f", "parameters": {}}}]])
-def test_a_template_of_its_own_for_tools(folder, files, tools):
+def test_a_template_of_its_own_for_tools(folder, files, tools, templates):
     """Templates with names: in tokenizer_config.json, or in files as transformers 5 writes them."""
     settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
     if files:
-        (folder / "chat_template.jinja").write_text(TEMPLATES["default"])
+        (folder / "chat_template.jinja").write_text(templates["default"])
         (folder / "additional_chat_templates").mkdir()
-        for name in ("tool_use", "rag"):
-            (folder / "additional_chat_templates" / f"{name}.jinja").write_text(TEMPLATES[name])
+        for name in templates.keys() - {"default"}:
+            (folder / "additional_chat_templates" / f"{name}.jinja").write_text(templates[name])
     else:
-        settings["chat_template"] = [{"name": name, "template": text} for name, text in TEMPLATES.items()]
+        settings["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, tools=tools, tokenize=False)
