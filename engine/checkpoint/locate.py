@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from engine.checkpoint.gguf import is_gguf, read_gguf, split_names
 from engine.checkpoint.json_files import read_json
@@ -25,6 +25,8 @@ from engine.errors import ModelError
 T = TypeVar("T")
 
 BUNDLED_MODEL = Path(__file__).parents[1] / "models" / "bundled"
+# Fields of tokenizer_config.json that list special tokens without a name of their own. transformers 5 has the first.
+EXTRA_TOKENS = ("extra_special_tokens", "additional_special_tokens")
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "tokenizer.model.v?", "*.tiktoken", "merges.txt", "vocab.txt")
 
 
@@ -86,7 +88,7 @@ def resolve_tokenizer(config: EngineConfig, model_dir: Path) -> Path:
 
 def read_eos_token_ids(model_dir: Path) -> list[int]:
     """The ids in generation_config.json (chat models add some), else those in config.json or in its text_config (of a
-    vision-language checkpoint); and as in vLLM the eos_token of tokenizer_config.json, because fine-tunes for chats
+    vision-language checkpoint); and as in vLLM the eos_token of the tokenizer's files, because fine-tunes for chats
     often change that one alone. Empty if none has any."""
     config = read_config(model_dir)
     text = config.get("text_config")
@@ -104,9 +106,19 @@ def read_eos_token_ids(model_dir: Path) -> list[int]:
     return found if named is None or named in found else [*found, named]
 
 
-def _eos_of_tokenizer(model_dir: Path) -> int | None:
-    """The id of the added token that tokenizer_config.json calls eos_token; None if there is none."""
+def read_tokenizer_config(model_dir: Path) -> dict[str, Any]:
+    """tokenizer_config.json. Older checkpoints, whose file does not list the added tokens, name special tokens in
+    special_tokens_map.json; that file goes first, as in transformers."""
     settings = read_json(model_dir / "tokenizer_config.json")
+    if "added_tokens_decoder" in settings:
+        return settings
+    names = read_json(model_dir / "special_tokens_map.json")
+    return settings | {name: names[name] for name in names if name.endswith("_token") or name in EXTRA_TOKENS}
+
+
+def _eos_of_tokenizer(model_dir: Path) -> int | None:
+    """The id of the token that tokenizer_config.json calls eos_token; None if there is none."""
+    settings = read_tokenizer_config(model_dir)
     token = settings.get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str):
@@ -116,11 +128,14 @@ def _eos_of_tokenizer(model_dir: Path) -> int | None:
     for token_id, entry in entries:
         if isinstance(entry, dict) and entry.get("content") == text and token_id.isdecimal():
             return int(token_id)
-    tokens = read_json(model_dir / "tokenizer.json").get("added_tokens")
+    tokenizer = read_json(model_dir / "tokenizer.json")
+    tokens, model = tokenizer.get("added_tokens"), tokenizer.get("model")
     for entry in tokens if isinstance(tokens, list) else ():
         if isinstance(entry, dict) and entry.get("content") == text and type(entry.get("id")) is int:
             return int(entry["id"])
-    return None
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    token_id = vocabulary.get(text) if isinstance(vocabulary, dict) else None
+    return token_id if type(token_id) is int else None
 
 
 def model_identity(model_dir: Path, config: EngineConfig) -> bytes:

@@ -14,6 +14,7 @@ from tokenizers import AddedToken
 from engine.checkpoint.gguf import is_gguf, read_gguf
 from engine.checkpoint.json_files import read_json
 from engine.checkpoint.links import path_inside
+from engine.checkpoint.locate import EXTRA_TOKENS, read_tokenizer_config
 from engine.errors import ModelError
 from engine.text.conversion.convert import convert_tokenizer
 from engine.text.conversion.gguf import convert_gguf, tokenizer_settings
@@ -22,8 +23,6 @@ TOKENIZER = "tokenizer.json"
 # Models of these types drop text: one unknown token stands for any number of characters, a run of spaces for no token.
 # No real text has more characters per token than MAX_CHARS_LOST.
 MODELS_THAT_LOSE_TEXT, MAX_CHARS_LOST = ("Unigram", "WordLevel", "WordPiece"), 1024
-# Fields of tokenizer_config.json that list special tokens without a name of their own. transformers 5 has the first.
-EXTRA_TOKENS = ("extra_special_tokens", "additional_special_tokens")
 LAST_BREAK = re.compile(r"(\r\n|\r|\n)\Z")
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
@@ -51,15 +50,8 @@ def _load_from_folder(model_dir: Path) -> tokenizers.Tokenizer:
 
 
 def read_settings(model_dir: Path) -> dict[str, Any]:
-    """tokenizer_config.json, or the fields of it that a GGUF file holds. Older checkpoints, whose file does not list
-    the added tokens, name special tokens in special_tokens_map.json; that file goes first, as in transformers."""
-    if is_gguf(model_dir):
-        return tokenizer_settings(read_gguf(model_dir))
-    settings = read_json(model_dir / "tokenizer_config.json")
-    if "added_tokens_decoder" in settings:
-        return settings
-    names = read_json(model_dir / "special_tokens_map.json")
-    return settings | {name: names[name] for name in names if name.endswith("_token") or name in EXTRA_TOKENS}
+    """tokenizer_config.json (see read_tokenizer_config), or the fields of it that a GGUF file holds."""
+    return tokenizer_settings(read_gguf(model_dir)) if is_gguf(model_dir) else read_tokenizer_config(model_dir)
 
 
 def _configured_tokens(tokenizer: tokenizers.Tokenizer, settings: dict[str, Any]) -> list[AddedToken]:

@@ -12,6 +12,8 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer
 
 from engine.checkpoint.checkpoint import open_checkpoint
 from engine.checkpoint.locate import (
@@ -306,6 +308,19 @@ def test_end_token_of_the_tokenizer(tmp_path: Path, settings: Any, tokens: Any, 
     if tokens is not None:
         (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
     assert read_eos_token_ids(tmp_path) == expected
+
+
+def test_the_eos_token_is_that_of_transformers(tmp_path: Path) -> None:
+    """Older files name it in special_tokens_map.json, and it may be a plain token of the vocabulary."""
+    make_folder(tmp_path, config=json.dumps({"eos_token_id": 2}))
+    backend = Tokenizer(models.BPE({"</s>": 2, "<|im_end|>": 3, "<|end|>": 4}, []))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    for names, expected in (({}, 3), ({"eos_token": {"content": "<|end|>"}}, 4), ({"eos_token": "<|end|>"}, 4)):
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
+        assert AutoTokenizer.from_pretrained(tmp_path).eos_token_id == expected
+        assert read_eos_token_ids(tmp_path) == [2, expected]
 
 
 @pytest.mark.parametrize("value", ["2", -1, 1.0, True, [1, "2"], {}])
