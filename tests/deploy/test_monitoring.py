@@ -155,6 +155,15 @@ def test_alerts_load_and_none_fires_on_a_server_at_work(query):
             assert query(re.sub(r"\[\w+\]", f"[{RANGE}]", watched)), f"{rule['alert']} compares nothing"
 
 
+def test_every_query_asks_for_series_of_pageserve_alone():
+    """`up` is a series of every target of a Prometheus: with "All" chosen, node exporters counted as replicas."""
+    for panel in PANELS:
+        for target in panel["targets"]:
+            for name, labels in re.findall(r"([a-z0-9_:]+){(.*?)}", target["expr"]):
+                ours = name.startswith(("vllm:", "pageserve:")) or 'job="pageserve"' in labels
+                assert ours, f"{panel['title']}: {target['expr']}"
+
+
 def test_panels_are_whole_and_do_not_overlap():
     panels = DASHBOARD["panels"]
     assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
