@@ -9,6 +9,7 @@ A request without a usable answer has "response": null and an "error". Answers a
 import contextlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import uuid
@@ -22,6 +23,7 @@ from server.protocol.grammars.response_format import is_nested_deeper
 
 FIELDS = {"custom_id": str, "method": str, "url": str, "body": dict}
 MAX_DEPTH = 256  # nesting levels of a body
+URL = re.compile(r"[!-~]{1,1024}")
 ID_PREFIX = "batch_req_"
 LINE_START = f'{{"id": "{ID_PREFIX}'  # start of every line of an output file
 FINAL = range(200, 500)  # status codes that a second attempt would not change,
@@ -71,6 +73,8 @@ def _request(path: Path, number: int, text: str) -> BatchRequest:
         raise wrong(f"method must be POST, not {fields['method']!r}.")
     if not fields["url"].startswith("/v1/"):
         raise wrong(f"url must be a path such as /v1/chat/completions, not {fields['url']!r}.")
+    if not URL.fullmatch(fields["url"]):
+        raise wrong("url must be a path of at most 1024 visible ASCII characters, such as /v1/chat/completions.")
     if fields["body"].get("stream"):
         raise wrong("body.stream must be left out: a batch has no streams.")
     try:

@@ -140,6 +140,8 @@ GOOD = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}
         (json.dumps(GOOD | {"body": "text"}), "body must be an object"),
         (json.dumps(GOOD | {"method": "GET"}), "method must be POST, not 'GET'"),
         (json.dumps(GOOD | {"url": "http://other/v1/completions"}), "url must be a path"),
+        (json.dumps(GOOD | {"url": "/v1/completions\t"}), "url must be a path of at most 1024 visible ASCII"),
+        (json.dumps(GOOD | {"url": "/v1/" + "x" * 70_000}), "url must be a path of at most 1024 visible ASCII"),
         (json.dumps(GOOD | {"body": {"stream": True}}), "body.stream must be left out"),
         (json.dumps(GOOD), "custom_id 'a' occurs twice"),
         (
