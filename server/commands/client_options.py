@@ -16,10 +16,22 @@ def add_api_key(parser: argparse.ArgumentParser, dest: str = "api_key") -> None:
     parser.add_argument(
         "--api-key",
         dest=dest,
+        type=_key,
         default=environment or None,
         metavar="KEY",
         help="API key of that server; default: $OPENAI_API_KEY, $PAGESERVE_API_KEY",
     )
+
+
+def _key(text: str) -> str:
+    """The key without space around it, such as the line end of a file. The error does not repeat the key."""
+    text = text.strip()
+    if not all("!" <= character <= "~" for character in text):
+        raise argparse.ArgumentTypeError(
+            "the key (also from OPENAI_API_KEY or PAGESERVE_API_KEY) may hold visible ASCII characters only, no space "
+            "and no line end"
+        )
+    return text
 
 
 def api_url(base_url: str) -> str:

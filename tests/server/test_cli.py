@@ -215,13 +215,15 @@ def test_a_reader_that_left_is_no_traceback(model):
 
 
 class ScriptedServer(http.server.BaseHTTPRequestHandler):
-    """Answers /v1/models, and each chat request with the next of `answers`: pieces of text, or (status, body)."""
+    """Answers /v1/models with `models`, and each chat request with the next of `answers`: pieces of text, or
+    (status, body)."""
 
+    models: list | None = [{"id": "tiny"}]
     answers: list = []
     requests: list = []
 
     def do_GET(self):
-        self.reply(200, b'{"object": "list", "data": [{"id": "tiny"}]}')
+        self.reply(200, json.dumps({"object": "list", "data": self.models}).encode())
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -325,6 +327,23 @@ def test_a_conversation_remembers_until_reset(scripted, capsys, monkeypatch):
     contents = [[message["content"] for message in body["messages"]] for _, body in scripted.requests]
     assert contents == [["a"], ["a", "one", "b"], ["c"]]
     assert capsys.readouterr().out.count(server.commands.chat.HELP) == 2
+
+
+@pytest.mark.parametrize(
+    "command", [["chat", "hi"], ["models"], ["bench"], ["run-batch", "-i", "in", "-o", "out"]], ids=str
+)
+@pytest.mark.parametrize("given", [["--api-key", "sk-\u043a"], ["--api-key", "sk-a\r\nx: y"], []], ids=str)
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(command, given, capsys, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-\u043a")
+    err = fails(capsys, *command, *given, "--base-url", "http://127.0.0.1:9")
+    assert "argument --api-key: the key (also from OPENAI_API_KEY" in err and "sk-" not in err
+
+
+def test_the_line_end_of_a_file_is_no_part_of_a_key(scripted, monkeypatch):
+    scripted.answers = [["yes"]]
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-a\r\n")
+    assert main(["chat", "hi", "--base-url", scripted.url]) == 0
+    assert scripted.requests[0][0] == "Bearer sk-a"
 
 
 def test_errors_do_not_end_a_conversation(scripted, capsys, monkeypatch):
