@@ -40,12 +40,13 @@ def main(arguments: list[str]) -> int:
         rows = [_configured(model) for model in model_settings(engine, server)]
         _print(("name", "model", "settings of its own"), rows)
     else:
-        rows = [_running(model) for model in _ask(options["base_url"] or DEFAULT_BASE_URL, options["api_key"])]
+        rows = _ask(options["base_url"] or DEFAULT_BASE_URL, options["api_key"])
         _print(("name", "state", "context", "model"), rows)
     return 0
 
 
-def _ask(base_url: str, key: str | None) -> list[dict[str, Any]]:
+def _ask(base_url: str, key: str | None) -> list[tuple[str, ...]]:
+    """A row for each model that the server lists. Raises EngineError."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
     url = api_url(base_url)
     try:
@@ -55,14 +56,15 @@ def _ask(base_url: str, key: str | None) -> list[dict[str, Any]]:
     if answer.status_code != 200:
         raise EngineError(refusal(answer))
     try:
-        data: list[dict[str, Any]] = answer.json()["data"]
-    except (ValueError, LookupError, TypeError):
+        return [_running(model) for model in answer.json()["data"] or ()]  # some servers without a model send null
+    except (ValueError, LookupError, TypeError, AttributeError):
         raise EngineError(f"{url} does not list models as an OpenAI server does.") from None
-    return data
 
 
 def _running(model: dict[str, Any]) -> tuple[str, ...]:
-    return model["id"], model.get("state", ""), str(model.get("max_model_len", "")), model.get("root", "")
+    """The cells of a card. Only its id is sure: an adapter of vLLM has null as max_model_len."""
+    values = model["id"], *(model.get(name) for name in ("state", "max_model_len", "root"))
+    return tuple("" if value is None else str(value) for value in values)
 
 
 def _configured(model: ModelSettings) -> tuple[str, ...]:

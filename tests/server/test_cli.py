@@ -346,6 +346,23 @@ def test_the_line_end_of_a_file_is_no_part_of_a_key(scripted, monkeypatch):
     assert scripted.requests[0][0] == "Bearer sk-a"
 
 
+def test_models_of_other_servers_are_listed(scripted, capsys):
+    scripted.models = [{"id": "base", "root": None, "max_model_len": 4096}, {"id": "lora", "max_model_len": None}]
+    assert main(["models", "--base-url", scripted.url]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["base         4096", "lora"]
+    scripted.models = None  # Ollama without a model
+    assert main(["models", "--base-url", scripted.url]) == 0
+    assert capsys.readouterr().out == "name  state  context  model\n"
+
+
+@pytest.mark.parametrize("models", [["a"], [{"name": "a"}], 5], ids=str)
+def test_a_list_of_models_in_another_form_is_named(models, scripted, capsys):
+    scripted.models = models
+    assert "does not list models as an OpenAI server does" in fails(
+        capsys, "models", "--base-url", scripted.url, status=1
+    )
+
+
 def test_errors_do_not_end_a_conversation(scripted, capsys, monkeypatch):
     refusal = json.dumps({"error": {"message": "too long", "code": "context_length_exceeded"}}).encode()
     scripted.answers = [
