@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import math
 import os
 import sys
 import termios
@@ -132,9 +133,16 @@ def _parser() -> Parser:
     add_api_key(parser)
     parser.add_argument("--model", metavar="NAME", help="default: the first model that the server lists")
     parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
-    for name, number in (("temperature", float), ("top-p", float), ("max-tokens", int), ("seed", int)):
+    for name, number in (("temperature", _finite), ("top-p", _finite), ("max-tokens", int), ("seed", int)):
         parser.add_argument(f"--{name}", type=number, default=argparse.SUPPRESS, help="default: the server's")
     return parser
+
+
+def _finite(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if math.isfinite(value := float(text)):
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")  # JSON has no others
 
 
 def _first_model(http: httpx.Client) -> str:
@@ -199,6 +207,8 @@ def _converse(client: ChatClient) -> int:
             client.reset()
         elif line.startswith("/"):
             print(HELP)
+        elif not is_valid_unicode(line):  # the C locale turns bytes that are no UTF-8 into lone surrogates
+            print("the message is not UTF-8 text; it was not sent.", file=sys.stderr)
         elif line:
             _answer_or_explain(client, line)
 

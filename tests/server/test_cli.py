@@ -329,6 +329,20 @@ def test_a_conversation_remembers_until_reset(scripted, capsys, monkeypatch):
     assert capsys.readouterr().out.count(server.commands.chat.HELP) == 2
 
 
+def test_a_line_that_is_no_text_is_not_sent_and_the_conversation_goes_on(scripted, capsys, monkeypatch):
+    scripted.answers = [["one"]]
+    type_lines(monkeypatch, "caf\udce9", "b")  # as the C locale reads a byte that is no UTF-8
+    assert main(["chat", "--base-url", scripted.url]) == 0
+    assert [body["messages"] for _, body in scripted.requests] == [[{"role": "user", "content": "b"}]]
+    assert "not UTF-8 text; it was not sent" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--temperature", "--top-p"])
+@pytest.mark.parametrize("number", ["nan", "inf", "1e999", "x"])
+def test_numbers_that_json_does_not_have_are_refused(flag, number, capsys):
+    assert f"argument {flag}: {number!r} is not a finite number" in fails(capsys, "chat", "hi", flag, number)
+
+
 @pytest.mark.parametrize(
     "command", [["chat", "hi"], ["models"], ["bench"], ["run-batch", "-i", "in", "-o", "out"]], ids=str
 )
