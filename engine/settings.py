@@ -16,7 +16,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,6 +43,7 @@ NOT_SERVED = {
     "fair_step_slowdown": "--fair-step-seconds bounds a step by its time",
     "gpu_memory_fraction": "the setting is called gpu_memory_utilization",
     "guided_decoding_backend": "there is one backend, llguidance; structured output needs no setting",
+    "models": "here is one model, which `model` names",
     "pipeline_parallel_size": (
         "pipeline parallelism is not served: all layers stay on one machine, and tensor_parallel_size divides each of "
         "them among its GPUs"
@@ -309,15 +310,17 @@ def load_settings(
     config_classes: tuple[type, ...],
     flags: Mapping[str, Any],
     environ: Mapping[str, str],
+    unused: Collection[str] = (),
 ) -> list[Any]:
     """One instance of each class from YAML (flag or variable `config`), the environment and flags; later sources win.
 
     `flags` maps setting names to texts, booleans and lists of texts, as the parser of add_flags() returns them; other
-    names are ignored. ConfigError starts with the place of the fault: file and line, variable or flag.
+    names are ignored. `unused` are names of settings of others, which a shared YAML file may hold, too. ConfigError
+    starts with the place of the fault: file and line, variable or flag.
     """
     known = {name: setting for config_class in config_classes for name, setting in settings_of(config_class).items()}
     path = flags.get("config") or environ.get(CONFIG_VARIABLE)
-    values = _from_yaml(Path(path), known) if path else {}
+    values = _from_yaml(Path(path), known, unused) if path else {}
     values |= _from_environment(environ, known)
     for name in known.keys() & flags.keys():
         value = flags[name]
@@ -351,11 +354,13 @@ def _from_environment(environ: Mapping[str, str], known: Mapping[str, Setting]) 
     return values
 
 
-def _from_yaml(path: Path, known: Mapping[str, Setting]) -> dict[str, Any]:
+def _from_yaml(path: Path, known: Mapping[str, Setting], unused: Collection[str]) -> dict[str, Any]:
     """The settings in a YAML file: a flat mapping of names (dashes or underscores) to values. Errors name lines."""
     values: dict[str, Any] = {}
     for line, key, value in _yaml_entries(path):
         where, name = f"{path}, line {line}", key.replace("-", "_")
+        if name in unused:
+            continue
         if name not in known:
             raise ConfigError(f"{where}: {unknown_name(key, known)}")
         if name in values:

@@ -161,7 +161,12 @@ def bench(arguments: list[str]) -> int:
 
 def plan(arguments: list[str]) -> int:
     """Run engine.worker.memory_plan in a child process, because it imports torch to see the device."""
+    from engine.settings import settings_of
+    from server.config import ServerConfig
+
     environment = {name: value for name, value in os.environ.items() if name != "PAGESERVE_API_KEY"}
+    # A file of `pageserve serve` may hold these, too. `models` is not passed over: a plan is of one model.
+    environment["PAGESERVE_PLAN_UNUSED"] = ",".join(settings_of(ServerConfig).keys() - {"models"})
     return subprocess.run([sys.executable, "-m", "engine.worker.memory_plan", *arguments], env=environment).returncode
 
 

@@ -47,6 +47,7 @@ LOGITS_BYTES = 4 + 4 + 16
 DRAW_BYTES = 4 + 4 + 1 + 2 * (4 + 8)
 COUNTS_BYTES = 5  # per sequence and token of the vocabulary: int32 and bool
 MIN_BATCHED_TOKENS = 64
+UNUSED_VARIABLE = "PAGESERVE_PLAN_UNUSED"  # names of the server's settings, which a YAML file of `serve` may hold
 MIN_MEMORY = 16 << 20  # bytes; a smaller --memory lacks its unit
 
 
@@ -361,7 +362,8 @@ def read_arguments(arguments: list[str]) -> tuple[EngineConfig, Machine]:
     add_flags(parser, EngineConfig)
     flags = parser.read(arguments)
     merge_positional_model(flags)
-    (config,) = load_settings((EngineConfig,), flags, _engine_environment())
+    unused = os.environ.get(UNUSED_VARIABLE, "").split(",")
+    (config,) = load_settings((EngineConfig,), flags, _engine_environment(), unused)
     if flags["memory"] is None:
         return config, this_machine(config)
     total_bytes = parse_size(flags["memory"])

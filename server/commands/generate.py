@@ -32,7 +32,9 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().read(arguments)
     prompts = _prompts(options)
     # A shared file or environment may hold server settings, too: they are checked, but not used.
-    engine_config, _ = load_settings((EngineConfig, ServerConfig), options, os.environ)
+    engine_config, server_config = load_settings((EngineConfig, ServerConfig), options, os.environ)
+    if server_config.models and not engine_config.model:
+        raise ConfigError("models: there are several; name the one that generates with --model DIR_OR_ID.")
     sampling_params_of(options, {})  # raises the errors of the flags before a model is loaded
 
     from engine.llm import LLM

@@ -17,6 +17,7 @@ import pytest
 
 import server.commands.chat
 from engine.llm import LLM
+from engine.worker import memory_plan
 from server.cli import main
 from tests.checkpoints import save_fake_checkpoint
 from tests.server.live import LiveServer
@@ -136,6 +137,38 @@ def test_plan_and_bench_pass_their_arguments_on(monkeypatch):
     assert commands == [[sys.executable, "-m", "engine.worker.memory_plan", "some/model", "--max-num-seqs", "4"]]
     monkeypatch.setattr("server.commands.bench.main", lambda arguments: len(arguments))
     assert main(["bench", "--peer", "x"]) == 2
+
+
+@pytest.fixture
+def plan_in_this_process(monkeypatch):
+    def run(command, env):
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("PAGESERVE_PORT", memory_plan.UNUSED_VARIABLE):
+                patch.setenv(name, env[name])
+            return subprocess.CompletedProcess([], memory_plan.main(command[3:]))
+
+    monkeypatch.setenv("PAGESERVE_PORT", "80")  # is left out as well
+    monkeypatch.setattr(subprocess, "run", run)
+
+
+@pytest.mark.parametrize("name", ["replica", "cpu", "gpu"])
+def test_plan_reads_the_files_of_serve(name, plan_in_this_process, capsys):
+    assert main(["plan", "--config", str(ROOT / f"configs/{name}.yaml"), "--device", "cpu", "--memory", "8GiB"]) == 0
+    assert "bundled model" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("max_num_seq: 4", "did you mean max_num_seqs?"), ("models: [a=b]", "here is one model, which `model` names")],
+)
+def test_plan_refuses_other_lines_of_a_file(line, message, plan_in_this_process, capsys, tmp_path):
+    (tmp_path / "c.yaml").write_text(f"port: 80\n{line}\n")
+    assert message in fails(capsys, "plan", "--config", str(tmp_path / "c.yaml"), "--device", "cpu")
+
+
+def test_generate_does_not_choose_among_several_models(capsys):
+    config = str(ROOT / "configs/several-models.yaml")
+    assert "models: there are several; name the one" in fails(capsys, "generate", "a", "--config", config)
 
 
 # generate: a real engine with a fake device.
