@@ -1,17 +1,19 @@
 """RayConfig: the settings of `pageserve ray` beside those of `pageserve serve`, and what a replica is started with."""
 
 import dataclasses
+import os.path
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config import EngineConfig
+from engine.config import NGRAM, EngineConfig
 from engine.errors import ConfigError
 from engine.settings import check_config, option
 from server.config import ServerConfig
 
-PATHS = ("model", "tokenizer", "api_key_file", "disk_cache")
+PATHS = ("model", "tokenizer", "api_key_file", "chat_template")  # each may be something else than a path
+FOLDERS = ("disk_cache", "lora_root")  # which may not exist yet
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,10 @@ def replica_settings(engine_config: EngineConfig, server_config: ServerConfig) -
                 settings[field.name] = list(value) if isinstance(value, tuple) else value
     if "models" in settings:
         settings["models"] = [_entry(each) for each in settings["models"]]
-    return _with_absolute_paths(settings)
+    absolute = _with_absolute_paths(settings)
+    if absolute.get("model") != settings.get("model"):  # the name in the API is the path as given
+        absolute.setdefault("served_model_name", [settings["model"]])
+    return absolute
 
 
 def _entry(model: Any) -> dict[str, Any]:
@@ -66,13 +71,25 @@ def _entry(model: Any) -> dict[str, Any]:
     if isinstance(model, str):
         name, _, place = model.partition("=")
         model = {"name": name, "model": place}
-    return _with_absolute_paths(model)
+    return _with_absolute_paths({name.replace("-", "_"): value for name, value in model.items()})
 
 
 def _with_absolute_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings with absolute paths: a replica has another working directory."""
-    changed = {name: settings[name] for name in PATHS if settings.get(name)}
-    return {**settings, **{name: str(Path(path).absolute()) for name, path in changed.items() if Path(path).exists()}}
+    changed: dict[str, Any] = {name: _absolute(settings[name]) for name in PATHS if settings.get(name)}
+    changed |= {name: str(Path(settings[name]).absolute()) for name in FOLDERS if settings.get(name)}
+    if adapters := settings.get("lora"):
+        pairs = (entry.partition("=") for entry in ([adapters] if isinstance(adapters, str) else adapters))
+        changed["lora"] = [f"{name}={_absolute(folder)}" for name, _, folder in pairs]
+    if speculative := settings.get("speculative"):
+        method, _, number = speculative.rpartition(":")
+        changed["speculative"] = f"{method if method == NGRAM else _absolute(method)}:{number}"
+    return {**settings, **changed}
+
+
+def _absolute(path: str) -> str:
+    """The absolute path of a file or folder; any other text, such as a hub id, as it is."""
+    return str(Path(path).absolute()) if os.path.exists(path) else path
 
 
 def bundle_of(engine_config: EngineConfig, ray_config: RayConfig) -> dict[str, float]:

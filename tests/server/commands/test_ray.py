@@ -89,7 +89,9 @@ def test_a_replica_gets_the_settings_that_differ_as_serve_reads_them(tmp_path, m
     (tmp_path / "replica.yaml").write_text(json.dumps(settings))
     read_engine, read_server = load_settings((EngineConfig, ServerConfig), {"config": "replica.yaml"}, {})
     assert (read_engine.max_num_seqs, read_engine.device) == (7, "cpu")
-    assert read_server == ServerConfig(api_key=("k1", "k2"), max_stop=9, allow_unauthenticated=True)
+    assert read_server == ServerConfig(
+        api_key=("k1", "k2"), max_stop=9, allow_unauthenticated=True, served_model_name=("model",)
+    )
 
 
 def test_the_models_of_a_replica_have_absolute_paths(tmp_path, monkeypatch):
@@ -98,6 +100,28 @@ def test_the_models_of_a_replica_have_absolute_paths(tmp_path, monkeypatch):
     models = ("a=folder", {"name": "b", "model": "some/hub-id", "max_num_seqs": 3})
     settings = replica_settings(EngineConfig(), ServerConfig(models=models))
     assert settings["models"] == [{"name": "a", "model": str(tmp_path / "folder")}, models[1]]
+
+
+def test_every_path_of_a_replica_is_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "sql", "draft"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    adapters = EngineConfig(model="org/name", lora=("a=sql", "b=missing"), allow_runtime_lora=True, lora_root="loras")
+    settings = replica_settings(adapters, ServerConfig())
+    assert settings["lora"] == [f"a={tmp_path}/sql", "b=missing"] and settings["lora_root"] == f"{tmp_path}/loras"
+    assert settings["model"] == "org/name" and "served_model_name" not in settings
+    cache = {"disk_cache": "cache", "swap_space": 1.0}
+    drafts = replica_settings(EngineConfig(speculative="draft:4"), ServerConfig(served_model_name=("n",)))
+    assert drafts["speculative"] == f"{tmp_path}/draft:4" and drafts["served_model_name"] == ["n"]
+    ngram = replica_settings(EngineConfig(model="model", speculative="ngram:4", **cache), ServerConfig())
+    assert (ngram["speculative"], ngram["disk_cache"]) == ("ngram:4", f"{tmp_path}/cache")
+    assert (ngram["model"], ngram["served_model_name"]) == (f"{tmp_path}/model", ["model"])
+    own = {"name": "x", "model": "model", "chat-template": "chat.jinja", "lora": "a=sql"}
+    text = {"name": "y", "model": "z", "chat_template": "{{ messages }}" * 500}
+    entry, other = replica_settings(EngineConfig(), ServerConfig(models=(own, text)))["models"]
+    assert entry["chat_template"] == f"{tmp_path}/chat.jinja" and entry["lora"] == [f"a={tmp_path}/sql"]
+    assert other == text
 
 
 def test_the_bundle_of_a_replica():
