@@ -46,18 +46,30 @@ def gauges_of(page: str) -> dict[str, float]:
     return values
 
 
+def with_key(settings: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The settings, and a key of theirs to read /metrics with; "" if the server has no keys.
+
+    A key is added only where none of `api_key` can be sent: beside a second key, an only key would lose its rights.
+    """
+    keys = list(settings.get("api_key", ()))
+    if not keys and not settings.get("api_key_file"):
+        return settings, ""
+    for key in keys:
+        if key.isascii() and not key.startswith("sha256:"):
+            return settings, key
+    own = secrets.token_urlsafe(32)
+    return settings | {"api_key": [*keys, own]}, own
+
+
 class ReplicaServer:
     """The names of the public methods are Ray Serve's, where Ray Serve calls them."""
 
     def __init__(self, settings: dict[str, Any], host: str) -> None:
         """`settings`: those of `pageserve serve`. `host`: the address of this node."""
-        self._settings, self._host = dict(settings), host
+        self._host = host
         self._drain_seconds = float(settings.get("drain_timeout", 30.0))
-        self._headers: dict[str, str] = {}
-        if settings.get("api_key") or settings.get("api_key_file"):  # a key of our own, to read /metrics
-            key = secrets.token_urlsafe(32)
-            self._settings["api_key"] = [*settings.get("api_key", ()), key]
-            self._headers["authorization"] = f"Bearer {key}"
+        self._settings, key = with_key(settings)
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
 
     async def start(self) -> None:
         """Start the process and return when it is ready. Raises EngineError if it ends before."""

@@ -13,7 +13,7 @@ from server.cli import main
 from server.commands.ray.config import RayConfig, bundle_of, replica_settings
 from server.commands.ray.counted_stream import CountedStream
 from server.commands.ray.prefixes import CHUNK_CHARACTERS, PrefixMemory, prefix_hashes, ranked
-from server.commands.ray.replica import gauges_of
+from server.commands.ray.replica import gauges_of, with_key
 from server.commands.ray.scaling import replicas_for
 from server.config import ServerConfig
 
@@ -122,6 +122,17 @@ def test_every_path_of_a_replica_is_absolute(tmp_path, monkeypatch):
     entry, other = replica_settings(EngineConfig(), ServerConfig(models=(own, text)))["models"]
     assert entry["chat_template"] == f"{tmp_path}/chat.jinja" and entry["lora"] == [f"a={tmp_path}/sql"]
     assert other == text
+
+
+def test_a_replica_adds_a_key_only_where_none_can_be_sent():
+    """With a second key the first one would lose the routes and priorities that an only key may use."""
+    assert with_key({"port": 1}) == ({"port": 1}, "")
+    assert with_key({"api_key": ["k"]}) == ({"api_key": ["k"]}, "k")
+    digest = "sha256:" + "0" * 64
+    for settings in ({"api_key": [digest]}, {"api_key_file": "keys"}):
+        with_another, key = with_key(settings)
+        assert with_another == settings | {"api_key": [*settings.get("api_key", []), key]} and len(key) > 40
+    assert with_key({"api_key": [digest, "k"], "api_key_file": "keys"})[1] == "k"
 
 
 def test_the_bundle_of_a_replica():
