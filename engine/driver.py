@@ -303,8 +303,8 @@ class Driver:
     def stats_snapshot(self) -> None:
         """Bring the gauges, and the counters that the scheduler keeps, up to date."""
         if self._loaded is not None:
-            self.stats.read_scheduler(self._loaded.scheduler)
-            self.stats.num_requests_waiting.value = self._loaded.live.num_waiting
+            loaded = self._loaded
+            self.stats.read_scheduler(loaded.scheduler, loaded.live.num_waiting, asleep=self.sleep_level > 0)
 
     def request_report(self, request_id: str, tenant: str = "") -> RequestReport | None:
         """The report of a live request, or of one of the last that ended; None for another tenant's request."""

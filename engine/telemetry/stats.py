@@ -119,12 +119,17 @@ class EngineStats:
         self.iteration_tokens.observe(plan.num_tokens)
         self.steps.sent(plan, scheduler)
 
-    def read_scheduler(self, scheduler: Scheduler) -> None:
-        """Copy the gauges and counters that the scheduler and its block manager keep."""
-        blocks = scheduler.block_manager
-        self.num_requests_running.value = len(scheduler.running)
-        self.num_tokens_waiting.value = scheduler.num_waiting_tokens
-        self.kv_cache_usage_perc.value = blocks.usage
+    def read_scheduler(self, scheduler: Scheduler, num_waiting: int, asleep: bool) -> None:
+        """Copy the gauges and counters that the scheduler and its block manager keep.
+
+        `num_waiting` counts sequences, those that wait for the disk included. `asleep`: the pool is freed, and what ran
+        waits to be recomputed; the scheduler learns that at the wake.
+        """
+        blocks, paused = scheduler.block_manager, scheduler.running if asleep else ()
+        self.num_requests_running.value = len(scheduler.running) - len(paused)
+        self.num_requests_waiting.value = num_waiting + len(paused)
+        self.num_tokens_waiting.value = scheduler.num_waiting_tokens + sum(seq.num_tokens for seq in paused)
+        self.kv_cache_usage_perc.value = 0.0 if asleep else blocks.usage
         self.num_preemptions.values[()] = scheduler.num_preemptions
         drafts = scheduler.drafts
         self.spec_decode_num_drafts.values[()] = drafts.num_drafts

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.server.live import MODEL, LiveServer, assert_error, completion_body
+from tests.server.metrics import value
 
 SLEEP, WAKE = f"/v1/models/{MODEL}/sleep", f"/v1/models/{MODEL}/wake"
 
@@ -33,6 +34,26 @@ def test_sleep_and_wake(live, level):
         assert client.post(WAKE).json() == {"state": "ready", "level": 0}
         assert client.post("/sleep").json()["level"] == 1 and client.post("/wake_up").json()["state"] == "ready"
         assert client.get("/is_sleeping").json() == {"is_sleeping": False}
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_what_ran_waits_in_the_metrics_while_the_model_sleeps(live, level):
+    def gauges(client):
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "pageserve:num_tokens_waiting")
+        return [value(client, name) for name in (*names, "vllm:kv_cache_usage_perc")]
+
+    with live.client() as client, live.client() as other:
+        body = completion_body(prompt=[65] * 40, max_tokens=200, n=2, temperature=1, stream=True)
+        with client.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            next(line for line in lines if line.startswith("data: {"))
+            assert gauges(other)[0] == 2
+            assert other.post(f"{SLEEP}?level={level}").json()["level"] == level
+            running, waiting, tokens, usage = gauges(other)
+            assert (running, waiting, usage) == (0, 2, 0) and tokens > 80
+            assert other.post(WAKE).json()["state"] == "ready"
+            assert list(lines)[-2] == "data: [DONE]"
+        assert gauges(other) == [0, 0, 0, 0]
 
 
 def test_a_stream_pauses_with_keep_alive_comments_and_a_request_wakes_it(live):
