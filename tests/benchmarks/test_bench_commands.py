@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -76,6 +77,19 @@ def test_bench_says_before_it_runs_that_it_cannot_draw(tmp_path, capsys, monkeyp
     monkeypatch.setattr("server.commands.bench.command.find_spec", lambda name: None)
     assert bench(["--plot", str(tmp_path / "p.png")]) == 2
     assert "pip install '.[bench]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--json", "--plot"])
+def test_bench_says_before_it_runs_that_it_cannot_write(tmp_path, capsys, monkeypatch, flag):
+    monkeypatch.setattr("server.commands.bench.command.find_spec", lambda name: True)
+    (tmp_path / "file").write_text("old")
+    for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "file" / "x", "File exists|Not a directory")):
+        assert bench(["--base-url", "http://127.0.0.1:9", flag, str(path)]) == 2
+        assert re.search(f"{flag}: cannot write {re.escape(str(path))}: ({reason})", capsys.readouterr().err)
+    for name in ("file", "new"):
+        assert bench(["--base-url", "http://127.0.0.1:9", flag, str(tmp_path / name)]) == 2
+        assert "Start a server" in capsys.readouterr().err
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
 def test_bench_gives_advice_if_no_server_answers(capsys):

@@ -31,12 +31,27 @@ def main(argv: list[str] | None = None) -> int:
         print("pageserve bench: --plot needs matplotlib: pip install '.[bench]' in pageserve's folder", file=sys.stderr)
         return 2
     try:
+        for flag, path in (("--json", options.json), ("--plot", options.plot)):
+            if path is not None:
+                _check_writable(flag, path)
         return event_loop.run(_bench(options))
     except (TargetError, ValueError) as error:
         print(f"pageserve bench: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _check_writable(flag: str, path: Path) -> None:
+    """Raise ValueError if the file cannot be written; a file that is there keeps its content."""
+    exists = path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+    except OSError as error:
+        raise ValueError(f"{flag}: cannot write {path}: {error.strerror}") from None
+    if not exists:
+        path.unlink()
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
