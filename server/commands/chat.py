@@ -73,24 +73,33 @@ def _lines(chunks: Iterator[bytes]) -> Iterator[str]:
 
 def _contents(lines: Iterator[str]) -> Iterator[str]:
     """Yield the text of each chunk of an SSE chat stream. ChatError if the stream reports an error, holds an event that
-    is no chunk, or ends without [DONE]."""
+    is no chunk, ends without [DONE], or holds no text."""
+    has_text, thinks, end = False, False, "no finish_reason"
     for line in lines:
         if not line.startswith("data:"):
             continue  # comments keep the connection alive
         data = line.removeprefix("data:").strip()
+        if data == "[DONE]" and not has_text:
+            where = "ended in its reasoning" if thinks else "has no text"
+            raise ChatError(f"the answer {where} ({end}){'; raise --max-tokens.' if end == 'length' else '.'}")
         if data == "[DONE]":
             return
-        yield from _texts(data)
+        for choice in _choices(data):
+            delta, end = choice["delta"], choice.get("finish_reason") or end
+            thinks = thinks or bool(delta.get("reasoning_content") or delta.get("reasoning"))
+            if delta.get("content"):
+                has_text = True
+                yield str(delta["content"])
     raise ChatError("the server closed the stream before the answer was complete.")
 
 
-def _texts(data: str) -> list[str]:
+def _choices(data: str) -> list[dict[str, Any]]:
+    """The choices of a chunk, each with a delta."""
     try:
         chunk = json.loads(data)
         if chunk.get("error"):
             raise ChatError(str(chunk["error"]["message"]))
-        deltas = [choice["delta"] for choice in chunk.get("choices", [])]
-        return [str(delta["content"]) for delta in deltas if delta.get("content")]
+        return [choice | {"delta": dict(choice["delta"])} for choice in chunk.get("choices", [])]
     except (ValueError, LookupError, TypeError, AttributeError):
         raise ChatError(f"the server sent an event that is no chat chunk: {data[:200]}") from None
 

@@ -362,6 +362,22 @@ def test_a_conversation_remembers_until_reset(scripted, capsys, monkeypatch):
     assert capsys.readouterr().out.count(server.commands.chat.HELP) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "end", "message"),
+    [
+        ("reasoning_content", "length", "the answer ended in its reasoning (length); raise --max-tokens."),
+        ("reasoning", "length", "the answer ended in its reasoning (length); raise --max-tokens."),
+        ("content", "length", "the answer has no text (length); raise --max-tokens."),
+        ("content", "stop", "the answer has no text (stop)."),
+    ],
+)
+def test_an_answer_without_text_says_why(name, end, message, scripted, capsys):
+    text = "" if name == "content" else "Let me think"
+    chunks = [{"delta": {name: text}}, {"delta": {}, "finish_reason": end}]
+    scripted.answers = [[{"choices": [chunk]} for chunk in chunks]]
+    assert message in fails(capsys, "chat", "hi", "--base-url", scripted.url, status=1)
+
+
 def test_a_line_that_is_no_text_is_not_sent_and_the_conversation_goes_on(scripted, capsys, monkeypatch):
     scripted.answers = [["one"]]
     type_lines(monkeypatch, "caf\udce9", "b")  # as the C locale reads a byte that is no UTF-8
