@@ -171,7 +171,8 @@ class ModelConfig:
     v_norm: bool = False  # RMSNorm without weights over each head of v
     query_scaling: QueryScaling | None = None
     attention_sinks: bool = False  # a learned logit per head ("sinks.weight") joins the softmax's denominator
-    sliding_window: int = 0  # tokens that a token attends to, itself included; 0: all
+    # Tokens that a token attends to, itself included (not causal: those to each side, itself included); 0: all
+    sliding_window: int = 0
     window_layers: tuple[int, ...] | None = None  # the layers with the window; None: every layer
     # rope_theta of the layers with a window, and the scaling of their frequencies; None: same RoPE as the other layers
     window_rope_theta: float | None = None

@@ -100,7 +100,10 @@ def without_head(config: ModelConfig) -> ModelConfig:
 
 def bidirectional(config: ModelConfig) -> ModelConfig:
     """The decoder with attention to later tokens, too, which embeds only: gte-Qwen2, EmbeddingGemma. ModelError if its
-    attention has what an encoder's lacks."""
+    attention has what an encoder's lacks.
+
+    As in transformers, a window reaches config.sliding_window tokens to each side, and the token itself is one more.
+    """
     lacking = {
         "a cap of attention scores": config.attn_softcap,
         "attention sinks": config.attention_sinks,
@@ -111,7 +114,8 @@ def bidirectional(config: ModelConfig) -> ModelConfig:
     for name, asked in lacking.items():
         if asked:
             raise ModelError(f"config.json: attention to later tokens (is_causal false) is not served with {name}.")
-    return replace(without_head(config), causal=False)
+    window = config.sliding_window and config.sliding_window + 1
+    return replace(without_head(config), causal=False, sliding_window=window)
 
 
 # Fields of config.json that tell an architecture whose memory of earlier tokens is no cache of keys and values, or none

@@ -28,8 +28,8 @@ def to_config(reader: ConfigReader) -> ModelConfig:
     config = replace(
         config,
         family="gemma3_text",
-        # there config.json has the window of both sides together
-        sliding_window=config.sliding_window // 2 + 1 if both_ways else config.sliding_window,
+        # config.json has the windows of both sides together
+        sliding_window=config.sliding_window // 2 if both_ways else config.sliding_window,
         # max_position_embeddings of these models already includes the factor of rope_scaling.
         max_position_embeddings=reader.size("max_position_embeddings"),
         qk_norm="head",

@@ -13,6 +13,7 @@ from transformers import (
     DistilBertConfig,
     Gemma3TextConfig,
     LlamaConfig,
+    MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -40,8 +41,12 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     # Decoders that attend to later tokens, too.
     "llama_both_ways": lambda: LlamaConfig(**decoder_sizes(mlp_bias=True)),
     "qwen2_both_ways": lambda: Qwen2Config(**decoder_sizes()),  # gte-Qwen2
+    "mistral_both_ways": lambda: MistralConfig(**decoder_sizes(sliding_window=9)),
+    "qwen2_window_both_ways": lambda: Qwen2Config(
+        **decoder_sizes(sliding_window=9, use_sliding_window=True, max_window_layers=1)
+    ),
     "qwen3_both_ways": lambda: Qwen3Config(**decoder_sizes(head_dim=16)),
-    "gemma3_both_ways": lambda: Gemma3TextConfig(  # EmbeddingGemma: a window of 7 tokens on both sides
+    "gemma3_both_ways": lambda: Gemma3TextConfig(  # EmbeddingGemma
         **sizes(num_key_value_heads=2, head_dim=16, sliding_window=12, use_bidirectional_attention=True)
     ),
 }
