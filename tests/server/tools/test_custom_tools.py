@@ -73,14 +73,14 @@ def test_a_grammar_allows_the_same_texts_in_a_json_string(definition, allowed, o
     ids=range(20),
 )
 def test_what_cannot_be_rewritten_is_said_at_once(definition):
-    start = time.monotonic()
+    start = time.process_time()
     try:
         quoted = lark_of_json_string(definition)
     except LarkError as error:
         assert str(error)
     else:
         assert definition.startswith("start: (") or len(quoted) < 1 << 17, "the compiler must refuse the rest"
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < 2
 
 
 TEXTS = ["", "a", 'say "hi"\n\tnow \\ then', "\x00 \x1f é \U0001f600 \ud800 \udc00", "\\u0041", '"']
