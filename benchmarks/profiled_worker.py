@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 REPLAYS = 15
 REPLAY_STEP = 32  # about the middle of an answer of 64 tokens, so that contexts have their usual length
 # Bytes of a number of a key and the same number of its value, without the parameters of rows.
-PREFILL_BYTES = {"prefill": 4, "prefill_int8": 2, "prefill_fp8": 2, "prefill_int4": 1}
+KV_BYTES = {"bf16": 4, "f32": 8, "int8": 2, "fp8": 2, "int4": 1}
 
 
 class Operator(msgspec.Struct):
@@ -112,12 +112,12 @@ def describe(kernel: Any, packed: Any) -> tuple[str, tuple[int, int]]:
     if name in ("attention_bf16", "attention_pairs_bf16", "attention_f32"):
         keys = sum((ctypes.c_int32 * a[19]).from_address(a[17])) * a[8] * a[11]  # numbers in the keys of all sequences
         return name, (2 * keys * (2 if name.endswith("bf16") else 4), 4 * keys * a[9])
-    if name in PREFILL_BYTES:  # a row sees itself and the tokens before it in its sequence, or in its window
+    if name.startswith("prefill_"):  # a row sees itself and the tokens before it in its sequence, or in its window
         lengths, starts = ((ctypes.c_int32 * (a[16] + extra)).from_address(a[14 + extra]) for extra in (0, 1))
         pairs = 0
         for length, (start, end) in zip(lengths, pairwise(starts), strict=True):
             pairs += sum(min(seen, a[21] or seen) for seen in range(length - (end - start) + 1, length + 1))
-        return name, (PREFILL_BYTES[name] * sum(lengths) * a[7] * a[10], 4 * pairs * a[7] * a[8] * a[10])
+        return name, (KV_BYTES[name.rsplit("_", 1)[1]] * sum(lengths) * a[7] * a[10], 4 * pairs * a[7] * a[8] * a[10])
     return name, (0, 0)
 
 

@@ -65,8 +65,7 @@ def needed_kernels(
     left_out |= set() if compressed else {cpu.compressed_linear}
     if dtype != "bfloat16":
         left_out |= {
-            cpu.linear, cpu.compressed_linear, cpu.attention_tiles, cpu.code_linear, cpu.integer_linear, cpu.lora,
-            cpu.pairs, cpu.w8a8,
+            cpu.linear, cpu.compressed_linear, cpu.code_linear, cpu.integer_linear, cpu.lora, cpu.pairs, cpu.w8a8,
         }  # fmt: skip
     names = {module.__name__ for module in left_out}
     return [

@@ -87,17 +87,20 @@ def look_up(builder, codes, table):
     return instruction(builder, "vpermw $2, $1, $0", "=v,v,v", LANES, codes, table)
 
 
-# 2 ** r on 0 <= r < 1 as 1 + r * p(r), off by 9e-5 of it at most: rounding to bf16 is off by 2e-3.
-_EXP2 = (0.07706717, 0.22764485, 0.69511682)
+# 2 ** r on 0 <= r < 1 as 1 + r * p(r). Off by 9e-5 of it at most for bf16, whose rounding is off by 2e-3, and by 7e-8
+# for fp32.
+_EXP2_BF16 = (0.07706717, 0.22764485, 0.69511682)
+_EXP2_FP32 = (2.16129149e-4, 1.24678458e-3, 9.67545155e-3, 5.54852821e-2, 2.40229309e-1, 6.93147063e-1)
 
 
-def power_of_two(builder, x):
-    """2 ** x, off by 9e-5 of it at most: for numbers that are rounded to bf16. -inf gives 0."""
+def power_of_two(builder, x, for_bf16=True):
+    """2 ** x as exactly as bf16 or else fp32 can hold it. -inf gives 0."""
     if HAS_AVX512:
         rest = instruction(builder, "vreduceps $$9, $1, $0", "=v,v", _F32V, x)  # x - floor(x)
     else:
         whole, rest = widened_dots.whole_and_rest(builder, x)
-    result, *others = (ir.Constant(_F32V, [coefficient] * WIDTH) for coefficient in (*_EXP2, 1.0))
+    coefficients = (*(_EXP2_BF16 if for_bf16 else _EXP2_FP32), 1.0)
+    result, *others = (ir.Constant(_F32V, [coefficient] * WIDTH) for coefficient in coefficients)
     for coefficient in others:
         result = simd.call(builder, "llvm.fma.v16f32", _F32V, result, rest, coefficient)
     if not HAS_AVX512:
@@ -107,8 +110,14 @@ def power_of_two(builder, x):
 
 @intrinsic
 def exp2(typingctx, x):
-    """power_of_two, for numba's code."""
+    """2 ** x for numbers that are rounded to bf16: power_of_two, for numba's code."""
     return Vec(Vec), lambda context, builder, sig, args: power_of_two(builder, *args)
+
+
+@intrinsic
+def exp2_fp32(typingctx, x):
+    """2 ** x, off by 7e-8 of it."""
+    return Vec(Vec), lambda context, builder, sig, args: power_of_two(builder, *args, for_bf16=False)
 
 
 @intrinsic
@@ -127,14 +136,16 @@ def multiply(rows, vectors, doc, lines=0, adds=True):
     """An intrinsic: out[r, :] += a[r, :] @ b for `rows` rows and 16 * `vectors` columns, all in registers; not `adds`:
     out[r, :] = a[r, :] @ b.
 
-    Strides and `depth` are in words. With `lines`, a last argument points to memory that is needed soon: each row of b
-    prefetches `lines` cache lines there, one after the other.
+    a and b point to words, or both to floats. Strides and `depth` are in words, or in floats. With `lines`, a last
+    argument points to memory that is needed soon: each row of b prefetches `lines` cache lines there, one after the
+    other.
     """
     cells = [(r, c) for r in range(rows) for c in range(vectors)]
 
     def codegen(context, builder, sig, args):
-        if not HAS_BF16_DOT:
-            widened_dots.multiply(builder, rows, vectors, lines, adds, args)
+        if sig.args[0] == F32Pointer or not HAS_BF16_DOT:
+            multiply = widened_dots.multiply_floats if sig.args[0] == F32Pointer else widened_dots.multiply
+            multiply(builder, rows, vectors, lines, adds, args)
             return context.get_dummy_value()
         a, a_stride, b, b_stride, depth, out, out_stride, *soon = args
         totals, targets = {}, {}
@@ -163,13 +174,12 @@ def multiply(rows, vectors, doc, lines=0, adds=True):
         return context.get_dummy_value()
 
     i64 = types.int64
-    arguments = I32Pointer, i64, I32Pointer, i64, i64, F32Pointer, i64
 
     def typing(typingctx, a, a_stride, b, b_stride, depth, out, out_stride):
-        return types.void(*arguments), codegen
+        return types.void(a, i64, a, i64, i64, F32Pointer, i64), codegen
 
     def typing_with_soon(typingctx, a, a_stride, b, b_stride, depth, out, out_stride, soon):
-        return types.void(*arguments, I32Pointer), codegen
+        return types.void(a, i64, a, i64, i64, F32Pointer, i64, I32Pointer), codegen
 
     chosen = typing_with_soon if lines else typing
     chosen.__doc__ = doc

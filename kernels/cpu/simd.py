@@ -66,6 +66,16 @@ def pointer_bf16(typingctx, address):
 
 
 @intrinsic
+def pointer_as(typingctx, pointer, address):
+    """An int64 address as a pointer of the type of `pointer`."""
+
+    def codegen(context, builder, sig, args):
+        return builder.inttoptr(args[1], context.get_value_type(pointer))
+
+    return pointer(pointer, types.int64), codegen
+
+
+@intrinsic
 def keep(typingctx, array):
     """Keep `array` alive until here, because numba frees an array after its last use. Compiles to no code."""
     return types.void(array), lambda context, builder, sig, args: context.get_dummy_value()

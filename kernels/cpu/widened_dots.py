@@ -251,3 +251,26 @@ def multiply(builder, rows, vectors, lines, adds, args):
         prefetch = prefetcher(builder, lines, blocks, soon[0] if soon else None, begin, count)
         zero_if = None if adds else builder.icmp_signed("==", begin, _number(0))
         accumulate(builder, rows, blocks, place_of, count, products, prefetch, zero_if)
+
+
+def multiply_floats(builder, rows, vectors, lines, adds, args):
+    """The code of dots.multiply for floats."""
+    a, a_stride, b, b_stride, depth, out, out_stride, *soon = args
+    blocks = column_blocks(rows, vectors)
+
+    def place_of(r, c):
+        index = builder.add(builder.mul(out_stride, _number(r)), _number(WIDTH * c))
+        return vector_at(builder, out, index, _F32V)
+
+    def products(index, block):
+        row = builder.gep(b, [builder.mul(index, b_stride)])
+
+        def input_of(r):
+            place = builder.add(builder.mul(a_stride, _number(r)), index)
+            return broadcast(builder, builder.load(builder.gep(a, [place])))
+
+        yield input_of, [builder.load(vector_at(builder, row, _number(WIDTH * c), _F32V), align=4) for c in block]
+
+    prefetch = prefetcher(builder, lines, blocks, soon[0] if soon else None, _number(0), depth)
+    zero_if = None if adds else ir.Constant(ir.IntType(1), 1)
+    accumulate(builder, rows, blocks, place_of, depth, products, prefetch, zero_if)

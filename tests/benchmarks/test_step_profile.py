@@ -80,15 +80,16 @@ def test_attention_reads_the_keys_and_values_of_every_sequence():
 
 
 @needs_dots
-def test_prefill_attention_multiplies_each_row_with_the_tokens_that_it_sees():
-    caches = torch.randn(2, 8, 2, 16, 32).bfloat16()  # keys and values: blocks, KV heads, tokens, head_dim
+@pytest.mark.parametrize("dtype, name, size", [(torch.bfloat16, "bf16", 2), (torch.float32, "f32", 4)])
+def test_prefill_attention_multiplies_each_row_with_the_tokens_that_it_sees(dtype, name, size):
+    caches = torch.randn(2, 8, 2, 16, 32).to(dtype)  # keys and values: blocks, KV heads, tokens, head_dim
     tables, lengths = torch.arange(4, dtype=torch.int32).view(2, 2), torch.tensor([3, 20], dtype=torch.int32)
     starts = torch.tensor([0, 3, 5], dtype=torch.int32)  # all three tokens, and the last two of twenty
-    q = torch.randn(5, 4, 32).bfloat16()
+    q = torch.randn(5, 4, 32).to(dtype)
     for window, pairs in ((0, 1 + 2 + 3 + 19 + 20), (2, 1 + 2 + 2 + 2 + 2)):
         options = (starts, lengths, 1.0, None, window, 0.0, None, 0)
         assert calls_of(lambda given=options: cpu.attention.tiles.prefill_attention(q, *caches, tables, *given)) == [
-            ("prefill", (2 * 2 * 23 * 2 * 32, 4 * pairs * 4 * 32))
+            (f"prefill_{name}", (2 * size * 23 * 2 * 32, 4 * pairs * 4 * 32))
         ]
 
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from kernels.attention.decode import mixed_attention, paged_attention, paged_attention_reference
+from kernels.attention.plan import AttentionPlan
 from kernels.attention.prefill import prefill_attention, prefill_attention_reference
+from kernels.attention.whole import BLOCK_SIZE, supports_whole_attention, whole_attention
 from kernels.cpu.attention import tiles as attention_tiles
 from kernels.dispatch import cpu_kernels
 from tests.kernels.oracle import attention, fused_q, options, paged, share
@@ -19,8 +21,9 @@ SHAPES = [(3, 3, 32, 8), (12, 4, 64, 16), (7, 1, 80, 16), (8, 2, 128, 4), (5, 1,
 SEQ_LENS = [1, 17, 33, 70]
 Q_LENS = [1, 5, 33, 0]
 DTYPES = [torch.float32, torch.bfloat16]
-# Tiles and dots round probabilities to bf16, as kernels for matrix units do: 8 bits of values up to about 3.
-TOLERANCE = {torch.float32: {}, torch.bfloat16: {"atol": 1e-2, "rtol": 1.6e-2}}
+# Tiles and dots round probabilities to bf16, as kernels for matrix units do: 8 bits of values up to about 3. Scores of
+# 256 numbers in fp32 differ by the order of their sums.
+TOLERANCE = {torch.float32: {"atol": 2e-5, "rtol": 1.3e-6}, torch.bfloat16: {"atol": 1e-2, "rtol": 1.6e-2}}
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +139,8 @@ def test_a_padding_row_gives_zeros(decode):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_does_not_depend_on_the_batch_or_on_how_it_was_scheduled(dtype):
-    """The same bits alone, among others, as decode, as the end of a prefill, and on one thread or two."""
+    """The same bits alone, among others, and on one thread or two; with a plan for that, also as the end of a
+    prefill."""
     data = paged([40, 3, 90, 17], 2, 64, 16, dtype)
     q = torch.randn(4, 6, 64).to(dtype)
     arguments = data.k_cache, data.v_cache, data.block_tables, data.seq_lens
@@ -144,12 +148,12 @@ def test_a_row_does_not_depend_on_the_batch_or_on_how_it_was_scheduled(dtype):
     alone = paged_attention(q[2:3], data.k_cache, data.v_cache, data.block_tables[2:3], data.seq_lens[2:3], 0.125)
     assert torch.equal(together[2:3], alone)
     rows = torch.cat([torch.randn(5, 6, 64).to(dtype), q[2:3]])
+    plan = AttentionPlan(0, 0, torch.empty(0), torch.empty(0), batch_invariant=True)
     prefilled = prefill_attention(
         rows, data.k_cache, data.v_cache, data.block_tables[2:3], cu_seqlens_q=torch.tensor([0, 6], dtype=torch.int32),
-        seq_lens=data.seq_lens[2:3], max_seqlen_q=6, scale=0.125,
+        seq_lens=data.seq_lens[2:3], max_seqlen_q=6, scale=0.125, plan=plan,
     )  # fmt: skip
-    if dtype == torch.float32 or not attention_tiles.MULTIPLIES_PAIRS:
-        assert torch.equal(prefilled[5:], alone)
+    assert torch.equal(prefilled[5:], alone)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -284,30 +288,22 @@ def test_a_prompt_whose_scores_rise_and_fall(case, trend):
     assert torch.equal(torch.cat(pieces), whole)
 
 
-def test_tiles_never_read_what_lies_behind_a_sequence():
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tiles_never_read_what_lies_behind_a_sequence(dtype):
     """The rest of its last block may hold anything: here NaN."""
     if not attention_tiles.MULTIPLIES_PAIRS:
-        pytest.skip("tiles need a processor that multiplies pairs of bf16")
-    data = paged([37, 65], 2, 32, 16, torch.bfloat16)
+        pytest.skip("tiles need AVX2")
+    data = paged([37, 65], 2, 32, 16, dtype)
     for seq, length in enumerate((37, 65)):
         last = data.block_tables[seq, length // 16]
         for cache in (data.k_cache, data.v_cache):
             cache[last, :, length % 16 :] = torch.nan
-    q = torch.randn(30, 4, 32).bfloat16()
+    q = torch.randn(30, 4, 32).to(dtype)
     assert attention_tiles.supports(q, data.k_cache)
-    cu_seqlens_q = torch.tensor([0, 10, 30], dtype=torch.int32)
-    out = prefill_attention(
-        q,
-        data.k_cache,
-        data.v_cache,
-        data.block_tables,
-        cu_seqlens_q=cu_seqlens_q,
-        seq_lens=data.seq_lens,
-        max_seqlen_q=20,
-        scale=0.3,
-    )
+    starts = torch.tensor([0, 10, 30], dtype=torch.int32)
+    out = prefill_attention(q, data.k_cache, data.v_cache, data.block_tables, starts, data.seq_lens, 20, 0.3)
     expected = [attention(rows, data.keys[i], data.values[i], 0.3) for i, rows in enumerate(q.split([10, 20]))]
-    torch.testing.assert_close(out, torch.cat(expected), **TOLERANCE[torch.bfloat16])
+    torch.testing.assert_close(out, torch.cat(expected), **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("head_dim, block_size, dtype", [(20, 8, torch.float32), (32, 6, torch.bfloat16),
@@ -326,3 +322,52 @@ def test_scores_far_apart_neither_overflow_nor_lose_the_largest():
     q = torch.randn(1, 1, 32) * 300
     out = paged_attention(q, data.k_cache, data.v_cache, data.block_tables, data.seq_lens, 1.0)
     torch.testing.assert_close(out, attention(q, data.keys[0], data.values[0], 1.0))
+
+
+def dense_both_ways(q, keys, values, scale, window):
+    """Each token attends to all tokens, or to those nearer than the window. fp64."""
+    group, places = q.shape[1] // keys.shape[1], torch.arange(len(q))
+    keys, values = (x.double().repeat_interleave(group, 1) for x in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * scale
+    if window:
+        scores = scores.masked_fill((places[:, None] - places).abs() >= window, float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(2), values).to(q.dtype)
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 64, 70])
+@pytest.mark.parametrize("shape", [(3, 3, 32), (12, 4, 64), (4, 1, 256)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_each_token_attends_to_its_whole_sequence(dtype, shape, window):
+    """Sequences shorter and longer than a tile of 64 keys and than an item of 96 rows, in blocks in any order; a
+    sequence has the bits that it has alone."""
+    num_heads, num_kv_heads, head_dim = shape
+    lengths = [1, 17, 64, 65, 130, 200]
+    assert supports_whole_attention(torch.device("cpu"), dtype, head_dim)
+    data = paged(lengths, num_kv_heads, head_dim, BLOCK_SIZE, dtype)
+    q = fused_q(sum(lengths), num_heads, num_kv_heads, head_dim, dtype)
+
+    def attend(rows, first, end):
+        starts = torch.tensor([0, *torch.tensor(lengths[first:end]).cumsum(0)], dtype=torch.int32)
+        tables, seq_lens = data.block_tables[first:end], data.seq_lens[first:end]
+        caches = data.k_cache, data.v_cache
+        return whole_attention(rows, *caches, tables, starts, seq_lens, head_dim**-0.5, sliding_window=window)
+
+    together = attend(q, 0, len(lengths)).split(lengths)
+    for i, rows in enumerate(q.split(lengths)):
+        expected = dense_both_ways(rows, data.keys[i], data.values[i], head_dim**-0.5, window)
+        torch.testing.assert_close(together[i], expected, **TOLERANCE[dtype])
+        assert torch.equal(attend(rows, i, i + 1), together[i])
+
+
+def test_fp32_prefill_is_as_exact_as_torch():
+    """Scores of up to 15, whose largest comes anywhere: a row's sums are rescaled on the way."""
+    lengths, scale = [500], 0.125
+    data = paged(lengths, 4, 64, 16, torch.float32)
+    q = 3 * torch.randn(500, 4, 64)
+    starts = torch.tensor([0, 500], dtype=torch.int32)
+    ours = prefill_attention(q, data.k_cache, data.v_cache, data.block_tables, starts, data.seq_lens, 500, scale)
+    dense = [x.transpose(0, 1)[None] for x in (q, data.keys[0], data.values[0])]
+    options = {"is_causal": True, "scale": scale}
+    exact = torch.nn.functional.scaled_dot_product_attention(*(x.double() for x in dense), **options)
+    theirs = torch.nn.functional.scaled_dot_product_attention(*dense, **options)
+    assert (ours - exact[0].transpose(0, 1)).norm() < 2 * (theirs - exact).norm()

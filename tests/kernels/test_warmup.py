@@ -139,13 +139,13 @@ def test_a_complete_folder_is_used_where_it_cannot_be_written(monkeypatch, tmp_p
      {"code_linear", "integer_linear", "code_rows", "scales", "w8a8", "lora", "compressed"}),
     ("bfloat16", "int8", True, {"f32", "fp8", "int4"}, set()),
     ("float32", "int4", True, {"bf16", "int8", "fp8"},
-     {"code_linear", "integer_linear", "w8a8", "lora", "panels", "tiles", "compressed", "pairs"}),
+     {"code_linear", "integer_linear", "w8a8", "lora", "panels", "compressed", "pairs"}),
 ])  # fmt: skip
 def test_the_choice_leaves_out_other_dtypes_and_formats(dtype, kv_format, others, words, modules):
     kernels = all_kernels()
     chosen = set(needed_kernels(dtype, kv_format, quantized=others, adapters=others, compressed=others))
     if kv_format is not None:
-        left_out = {"_attention_bf16", "_attention_f32", "_prefill", "attention_pairs_bf16"}
+        left_out = {"_attention_bf16", "_attention_f32", "_prefill_bf16", "_prefill_f32", "attention_pairs_bf16"}
     else:
         left_out = set()
     for name, kernel in kernels.items():

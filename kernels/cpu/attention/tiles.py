@@ -1,11 +1,12 @@
-"""Prefill attention on a CPU that multiplies bf16 pairs: tiles of query rows against tiles of keys.
+"""Prefill attention on a CPU, in bf16 or fp32: tiles of query rows against tiles of keys.
 
 FlashAttention's loop (Dao 2023, algorithm 1) for one KV head: a tile of keys is repacked once and then serves every
 query row of the tile and every head of the group. Tiles of keys start at multiples of their size, and a tile outside of
 a row's window leaves its sums as they are, so a row's result does not depend on the chunks of the prompt.
 
-Codes of a quantised cache are decoded to bf16 as a tile is repacked, which costs a tenth of the arithmetic. Decode
-(launch.py) multiplies them in fp32.
+bf16 is multiplied in pairs, 32-bit "words" of two numbers (kernels/cpu/dots.py); a word of fp32 is one number. Codes of
+a quantised cache are decoded to the dtype of the queries as a tile is repacked, which costs a tenth of the arithmetic.
+Decode (launch.py) multiplies them in fp32.
 """
 
 from functools import partial, reduce
@@ -20,11 +21,11 @@ from torch import Tensor
 from kernels.cpu import codes, simd
 from kernels.cpu.attention.rows import block, find_sequence, heads_of, words
 from kernels.cpu.codes import WIDTH, F32Pointer, Vec
-from kernels.cpu.dots import broadcast, exp2, multiply, power_of_two, vector_at, words_at
+from kernels.cpu.dots import broadcast, exp2_fp32, multiply, power_of_two, vector_at, words_at
 from kernels.cpu.elementwise.activations import tanh
 from kernels.cpu.features import MULTIPLIES_PAIRS
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
-from kernels.cpu.simd import BF16Pointer, I32Pointer, advance, load, load_pair, read, splat, store, write
+from kernels.cpu.simd import I32Pointer, advance, load, load_pair, read, splat, store, write
 from kernels.kv_format import kv_format_of
 
 KEYS = 64  # keys of a tile: four accumulators a row, and both repacked tiles (16 KiB at head_dim 64) stay in L1
@@ -33,7 +34,7 @@ QUERIES = 96  # (token, head) pairs of a work item: repacking then costs a few p
 NEG_INF = np.float32(-np.inf)
 MOST_EXPONENT = np.float32(8)  # probabilities that are not yet divided by their sum are at most 2 ** 8
 UNSEEN = np.float32(1e30)  # the shift of a row without keys: every score is above MOST_EXPONENT, -inf remains -inf
-ARGUMENTS = "11q1d9q1d"  # of the kernels
+ARGUMENTS = "11q1d9q1d1q"  # of the kernels
 ZERO, ONE, LOG2_E = np.float32(0), np.float32(1), np.float32(np.log2(np.e))
 
 _I16V, _I32V = (ir.VectorType(scalar, WIDTH) for scalar in (ir.IntType(16), ir.IntType(32)))
@@ -44,6 +45,23 @@ _score1, _score2, _score3, _score4 = (
     for vectors in range(1, KEYS // WIDTH + 1)
 )
 _multiply_values = multiply(ROWS, 2, "Thirty-two columns of four rows of the output.")
+
+
+@intrinsic
+def _factors(typingctx, pointer):
+    """A pointer to bf16 or fp32 as `multiply` takes it."""
+    result = F32Pointer if pointer == F32Pointer else I32Pointer
+
+    def codegen(context, builder, sig, args):
+        return builder.bitcast(args[0], context.get_value_type(result))
+
+    return result(pointer), codegen
+
+
+@jit
+def _num_words(pointer, count):
+    """Words of `count` numbers."""
+    return count // 2 if simd.is_bf16(pointer) else count
 
 
 @intrinsic
@@ -74,7 +92,7 @@ def _transpose(typingctx, source, source_stride, target, target_stride):
 
 @intrinsic
 def _interleave(typingctx, a, b, target):
-    """Sixteen 32-bit words: element i of bf16 row `a` in the low half, element i of `b` in the high half."""
+    """Sixteen words: element i of bf16 row `a`, given as words, in the low half, element i of `b` in the high half."""
 
     def codegen(context, builder, sig, args):
         zero = ir.Constant(_I64, 0)
@@ -85,7 +103,7 @@ def _interleave(typingctx, a, b, target):
         builder.store(words, vector_at(builder, args[2], zero, _I32V), align=4)
         return context.get_dummy_value()
 
-    return types.void(BF16Pointer, BF16Pointer, I32Pointer), codegen
+    return types.void(I32Pointer, I32Pointer, I32Pointer), codegen
 
 
 def _lanes(comparison, doc):
@@ -117,7 +135,7 @@ def _lane_numbers(typingctx):
 
 @jit
 def _decode_row(row, parameters, head_dim, target):
-    """target[:head_dim] = the numbers of a row of codes, in order, as bf16. parameters: the row's word."""
+    """target[:head_dim] = the numbers of a row of codes, in order. parameters: the row's word."""
     scale, least = splat(read(parameters, 0)), splat(ZERO)
     if codes.is_int4(row):
         halves = simd.pointer_bf16(simd.address(parameters))
@@ -131,11 +149,12 @@ def _decode_row(row, parameters, head_dim, target):
 
 @jit
 def _rows_of(cache, table, token, num_tokens, kv_head, num_kv_heads, block_size, head_dim, decoded):
-    """Pointer to the keys or values, in bf16, of num_tokens tokens of a block: in the cache, or in `decoded`."""
+    """Pointer to the keys or values of num_tokens tokens of a block: in the cache, or in `decoded`, whose dtype they
+    get."""
     page = block(cache, table, token // block_size, num_kv_heads, kv_head, block_size, head_dim)
     first = token % block_size
     if codes.bits(cache) == 0:
-        return simd.pointer_bf16(simd.address(advance(page, first * head_dim)))
+        return simd.pointer_as(decoded, simd.address(advance(page, first * head_dim)))
     for t in range(first, first + num_tokens):
         row = advance(page, t * head_dim * codes.bits(cache) // 8)
         _decode_row(row, advance(words(page, block_size, head_dim), t), head_dim,
@@ -144,32 +163,37 @@ def _rows_of(cache, table, token, num_tokens, kv_head, num_kv_heads, block_size,
 
 
 @jit
-def _pack_keys(rows, head_dim, packed):
-    """packed[i, t] = elements 2i and 2i + 1 of key t, for sixteen keys."""
-    for i in range(0, head_dim // 2, WIDTH):
-        _transpose(words_at(advance(rows, 2 * i)), head_dim // 2, advance(packed, i * KEYS), KEYS)
+def _pack_keys(rows, words, packed):
+    """packed[i, t] = word i of key t, for sixteen keys of `words` words."""
+    for i in range(0, words, WIDTH):
+        _transpose(advance(words_at(rows), i), words, advance(words_at(packed), i * KEYS), KEYS)
 
 
 @jit
 def _pack_values(rows, num_tokens, head_dim, zeros, packed):
-    """packed[i, d] = element d of the values of tokens 2i and 2i + 1. Rows behind num_tokens are undefined."""
-    for t in range(0, num_tokens, 2):
-        second = advance(rows, (t + 1) * head_dim) if t + 1 < num_tokens else zeros
-        for d in range(0, head_dim, WIDTH):
-            _interleave(advance(rows, t * head_dim + d), advance(second, d), advance(packed, t // 2 * head_dim + d))
+    """packed[i, d] = element d of the values of tokens 2i and 2i + 1, in fp32 of token i. Rows behind num_tokens are
+    undefined."""
+    if simd.is_bf16(rows):
+        for t in range(0, num_tokens, 2):
+            second = advance(rows, (t + 1) * head_dim) if t + 1 < num_tokens else zeros
+            for d in range(0, head_dim, WIDTH):
+                pair = advance(words_at(packed), t // 2 * head_dim + d)
+                _interleave(words_at(advance(rows, t * head_dim + d)), words_at(advance(second, d)), pair)
+    else:
+        simd.copy_bytes(simd.address(packed), simd.address(rows), 4 * num_tokens * head_dim)
 
 
 @jit
-def _score(queries, keys, half, width, scores):
-    """The scores of four rows and the first `width` keys of a tile, a multiple of sixteen."""
+def _score(queries, keys, words, width, scores):
+    """The scores of four rows of `words` words and the first `width` keys of a tile, a multiple of sixteen."""
     if width == 4 * WIDTH:
-        _score4(queries, half, keys, KEYS, half, scores, KEYS)
+        _score4(queries, words, keys, KEYS, words, scores, KEYS)
     elif width == 3 * WIDTH:
-        _score3(queries, half, keys, KEYS, half, scores, KEYS)
+        _score3(queries, words, keys, KEYS, words, scores, KEYS)
     elif width == 2 * WIDTH:
-        _score2(queries, half, keys, KEYS, half, scores, KEYS)
+        _score2(queries, words, keys, KEYS, words, scores, KEYS)
     else:
-        _score1(queries, half, keys, KEYS, half, scores, KEYS)
+        _score1(queries, words, keys, KEYS, words, scores, KEYS)
 
 
 @jit
@@ -184,7 +208,7 @@ def _cap(scores, scale, softcap):
 @jit
 def _mask(scores, skipped, num_keys, slope):
     """Replace the scores of a row outside of the keys skipped:num_keys of a tile by -inf. slope: that of ALiBi divided
-    by the scale, or 0; the row itself is key num_keys - 1."""
+    by the scale, or 0; with ALiBi the row itself is key num_keys - 1."""
     for i in range(0, KEYS, WIDTH):
         row = load(scores, i)
         if slope != 0:
@@ -195,11 +219,12 @@ def _mask(scores, skipped, num_keys, slope):
 
 @intrinsic
 def _probabilities(typingctx, scores, scale, shifts, probs, totals):
-    """probs[r, t] = 2 ** (scores[r, t] * scale + shifts[r]) for ROWS rows and KEYS keys, in bf16; totals[r], a Vec, is
-    raised by their sums. Returns True, and leaves totals as they are, if an exponent is above MOST_EXPONENT.
+    """probs[r, t] = 2 ** (scores[r, t] * scale + shifts[r]) for ROWS rows and KEYS keys; totals[r], a Vec, is raised by
+    their sums. Returns True, and leaves totals as they are, if an exponent is above MOST_EXPONENT.
 
     All rows in one block of instructions: the processor computes them side by side.
     """
+    bf16 = probs != F32Pointer
 
     def codegen(context, builder, sig, args):
         scores, scale, shifts, probs, totals = args
@@ -213,10 +238,11 @@ def _probabilities(typingctx, scores, scale, shifts, probs, totals):
         largest = reduce(partial(simd.larger_of, builder), exponents.values())
         is_above = builder.fcmp_ordered(">", largest, ir.Constant(_F32V, [MOST_EXPONENT] * WIDTH))
         above = builder.icmp_unsigned("!=", builder.bitcast(is_above, ir.IntType(WIDTH)), ir.IntType(WIDTH)(0))
-        powers = {cell: power_of_two(builder, exponent) for cell, exponent in exponents.items()}
+        powers = {cell: power_of_two(builder, exponent, bf16) for cell, exponent in exponents.items()}
         for (r, t), power in powers.items():
-            rounded = simd.round_to_bf16(builder, power)
-            builder.store(rounded, vector_at(builder, probs, ir.Constant(_I64, r * KEYS + t), _I16V), align=2)
+            rounded = simd.round_to_bf16(builder, power) if bf16 else power
+            place = vector_at(builder, probs, ir.Constant(_I64, r * KEYS + t), rounded.type)
+            builder.store(rounded, place, align=2 if bf16 else 4)
         with builder.if_then(builder.not_(above), likely=True):
             for r in range(ROWS):
                 total = vector_at(builder, totals, ir.Constant(_I64, r * WIDTH), _F32V)
@@ -224,7 +250,7 @@ def _probabilities(typingctx, scores, scale, shifts, probs, totals):
                 builder.store(reduce(builder.fadd, parts, builder.load(total, align=4)), total, align=4)
         return above
 
-    return types.boolean(F32Pointer, types.float32, F32Pointer, BF16Pointer, F32Pointer), codegen
+    return types.boolean(F32Pointer, types.float32, F32Pointer, probs, F32Pointer), codegen
 
 
 @jit
@@ -237,7 +263,7 @@ def _raise_top(scores, scale, shift, acc, total, head_dim):
     before, now = read(shift, 0), simd.first(simd.spread_max1(top)) * -scale
     if before - now <= MOST_EXPONENT:
         return
-    shrink = exp2(splat(now - before))
+    shrink = exp2_fp32(splat(now - before))
     for d in range(0, head_dim, WIDTH):
         store(acc, d, simd.mul(load(acc, d), shrink))
     store(total, 0, simd.mul(load(total, 0), shrink))
@@ -272,34 +298,37 @@ def _skipped(first_key, seen, window, chunk):
 
 @jit
 def _attend_keys(queries, keys, values, scores, probs, acc, shifts, totals, num_rows, group, first_key, num_seen,
-                 window, chunk, slopes, scale, softcap, head_dim):  # fmt: skip
-    """Add a tile of keys to the rows of a tile of queries; row r of num_rows sees num_seen + r + 1 - num_rows of it,
-    without those before its window or chunk."""
-    half, last = head_dim // 2, num_rows * group - 1
-    unseen = max(0, num_rows - num_seen) * group
-    masks = num_seen + 1 - num_rows < KEYS or _skipped(first_key, num_seen, window, chunk) > 0
+                 num_keys, ahead, window, chunk, slopes, scale, softcap, head_dim):  # fmt: skip
+    """Add a tile of keys, num_keys of the sequence, to the rows of a tile of queries. Row r of num_rows is key
+    num_seen + r - num_rows of the tile and sees the keys up to `ahead` keys behind it, without those before its window
+    or chunk."""
+    words, last = _num_words(probs, head_dim), num_rows * group - 1
+    unseen = max(0, num_rows - num_seen - ahead) * group
+    masks = min(num_keys, num_seen + 1 - num_rows + ahead) < KEYS or _skipped(first_key, num_seen, window, chunk) > 0
     masks = masks or simd.address(slopes) != 0
     most_seen = KEYS
     for m in range(unseen // ROWS * ROWS, last + 1, ROWS):
         if masks:
             if _skipped(first_key, num_seen + m // group + 1 - num_rows, window, chunk) >= KEYS:
                 continue
-            most_seen = min(KEYS, num_seen + min(m + ROWS - 1, last) // group + 1 - num_rows)
+            of_last = num_seen + min(m + ROWS - 1, last) // group + 1 - num_rows + ahead
+            most_seen = min(KEYS, num_keys, of_last)
         width = (most_seen + WIDTH - 1) // WIDTH * WIDTH  # at the diagonal, half of the tile is unseen
-        _score(advance(queries, m * half), keys, half, width, scores)
+        _score(advance(queries, m * words), keys, words, width, scores)
         if softcap != 0:
             _cap(scores, scale, softcap)
         if masks:
             for r in range(ROWS):
                 row = min(m + r, last)
-                seen = num_seen + row // group + 1 - num_rows
+                own = num_seen + row // group + 1 - num_rows
                 slope = read(slopes, row % group) / scale if simd.address(slopes) != 0 else ZERO
-                _mask(advance(scores, r * KEYS), _skipped(first_key, seen, window, chunk), seen, slope)
+                seen = min(num_keys, own + ahead)
+                _mask(advance(scores, r * KEYS), _skipped(first_key, own, window, chunk), seen, slope)
         _softmax(scores, scale * LOG2_E, advance(shifts, m), probs, advance(acc, m * head_dim),
                  advance(totals, m * WIDTH), head_dim)  # fmt: skip
-        num_pairs = (most_seen + 1) // 2
+        depth = _num_words(probs, most_seen + 1) if simd.is_bf16(probs) else most_seen
         for d in range(0, head_dim, 2 * WIDTH):
-            _multiply_values(words_at(probs), KEYS // 2, advance(values, d), head_dim, num_pairs,
+            _multiply_values(_factors(probs), _num_words(probs, KEYS), advance(values, d), head_dim, depth,
                              advance(acc, m * head_dim + d), head_dim)  # fmt: skip
 
 
@@ -312,41 +341,42 @@ def _inverse_with_sink(top, total, sink):
 
 
 @jit
-def _attend_tile(args, k_cache, v_cache, table, kv_head, first_row, num_rows, seq_len):
-    """Attention of num_rows rows of one sequence for all heads of kv_head; the last row sees seq_len tokens."""
-    pointer = simd.pointer_bf16
+def _attend_tile(args, q, k_cache, v_cache, out, table, kv_head, first_row, num_rows, seq_len, end, ahead):
+    """Attention of num_rows rows of one sequence for all heads of kv_head. The last row is token seq_len - 1; a row
+    sees up to `ahead` tokens behind itself, of the first `end` tokens of the sequence."""
     num_kv_heads, group, block_size, head_dim, q_stride = args[7], args[8], args[9], args[10], args[12]
-    scale, half, rows = np.float32(simd.as_float(args[13])), head_dim // 2, num_rows * group
+    scale, words, rows = np.float32(simd.as_float(args[13])), _num_words(q, head_dim), num_rows * group
     padded = (rows + ROWS - 1) // ROWS * ROWS
-    sizes = padded * (head_dim + half + WIDTH + 1) + KEYS * (head_dim + ROWS + ROWS // 2) + half + WIDTH * half
+    sizes = padded * (head_dim + words + WIDTH + 1) + KEYS * (2 * words + 2 * ROWS) + words + WIDTH * words
     scratch = np.zeros(sizes + WIDTH, np.float32)
-    keys = simd.pointer_i32((scratch.ctypes.data + 63) // 64 * 64)
-    values = advance(keys, KEYS * half)
-    scores = simd.pointer_f32(simd.address(advance(values, KEYS * half)))
+    keys = _factors(simd.pointer_as(q, (scratch.ctypes.data + 63) // 64 * 64))
+    values = advance(keys, KEYS * words)
+    scores = simd.pointer_f32(simd.address(advance(values, KEYS * words)))
     acc = advance(scores, KEYS * ROWS)
     totals = advance(acc, padded * head_dim)
     shifts = advance(totals, padded * WIDTH)
-    queries = words_at(advance(shifts, padded))
-    probs = pointer(simd.address(advance(queries, padded * half)))
-    zeros = advance(probs, KEYS * ROWS)
+    probs = simd.pointer_as(q, simd.address(advance(shifts, padded)))
+    queries = _factors(advance(probs, KEYS * ROWS))
+    zeros = simd.pointer_as(q, simd.address(advance(queries, padded * words)))
     decoded = advance(zeros, head_dim)
     for m in range(rows):
         row = (first_row + m // group) * q_stride + (kv_head * group + m % group) * head_dim
-        simd.copy_bytes(simd.address(advance(queries, m * half)), args[2] + 2 * row, 2 * head_dim)
+        simd.copy_bytes(simd.address(advance(queries, m * words)), simd.address(advance(q, row)), 4 * words)
     for m in range(padded):
         write(shifts, m, UNSEEN)
     window, chunk, softcap = args[21], args[22], np.float32(simd.as_float(args[23]))
     slopes = heads_of(simd.pointer_f32(args[20]), kv_head * group)
     begin = max(0, _skipped(0, seq_len + 1 - num_rows, window, chunk)) // KEYS * KEYS
-    for first_key in range(begin, seq_len, KEYS):
-        num_seen = seq_len - first_key
-        for t in range(0, min(KEYS, num_seen), WIDTH):
-            n = min(WIDTH, num_seen - t)
+    for first_key in range(begin, end, KEYS):
+        num_keys = end - first_key
+        for t in range(0, min(KEYS, num_keys), WIDTH):
+            n = min(WIDTH, num_keys - t)
             where = (table, first_key + t, n, kv_head, num_kv_heads, block_size, head_dim, decoded)
-            _pack_keys(_rows_of(k_cache, *where), head_dim, advance(keys, t))
-            _pack_values(_rows_of(v_cache, *where), n, head_dim, zeros, advance(values, t * half))
-        _attend_keys(queries, keys, values, scores, probs, acc, shifts, totals, num_rows, group, first_key, num_seen,
-                     window, chunk, slopes, scale, softcap, head_dim)  # fmt: skip
+            _pack_keys(_rows_of(k_cache, *where), words, advance(keys, t))
+            _pack_values(_rows_of(v_cache, *where), n, head_dim, zeros, advance(values, t * words))
+        _attend_keys(queries, keys, values, scores, probs, acc, shifts, totals, num_rows, group, first_key,
+                     seq_len - first_key, num_keys, ahead, window, chunk, slopes, scale, softcap,
+                     head_dim)  # fmt: skip
     for m in range(rows):
         total = simd.first(simd.spread_add1(load(totals, m * WIDTH)))
         inverse = splat(ONE / total)
@@ -355,62 +385,101 @@ def _attend_tile(args, k_cache, v_cache, table, kv_head, first_row, num_rows, se
             inverse = _inverse_with_sink(-read(shifts, m) / LOG2_E, total, sink)
         row = (first_row + m // group) * num_kv_heads * group + kv_head * group + m % group
         for d in range(0, head_dim, WIDTH):
-            store(pointer(args[5]), row * head_dim + d, simd.mul(load(acc, m * head_dim + d), inverse))
+            store(out, row * head_dim + d, simd.mul(load(acc, m * head_dim + d), inverse))
     simd.keep(scratch)
 
 
 @jit
-def _attend_items(args, k_cache, v_cache):
+def _attend_items(args, q, k_cache, v_cache, out):
     """Work items are (KV head, a few rows), so that consecutive items read the same keys."""
     seq_lens, cu_seqlens_q = simd.pointer_i32(args[14]), simd.pointer_i32(args[15])
-    num_seqs, num_rows, rows_per_item = args[16], args[17], args[18]
+    num_seqs, num_rows, rows_per_item, ahead = args[16], args[17], args[18], args[24]
     items_per_head = (num_rows + rows_per_item - 1) // rows_per_item
     item = next_item(args)
     while item < args[1]:
         kv_head, begin = item // items_per_head, item % items_per_head * rows_per_item
-        end = min(num_rows, begin + rows_per_item)
+        last = min(num_rows, begin + rows_per_item)
         seq = find_sequence(cu_seqlens_q, num_seqs, begin)
-        while begin < end:
+        while begin < last:
             stop = np.int64(read(cu_seqlens_q, seq + 1))
-            rows = min(end, stop) - begin
+            rows = min(last, stop) - begin
             if rows > 0:
                 behind = stop - begin - rows  # tokens of the sequence behind these rows
                 table = advance(simd.pointer_i32(args[6]), seq * args[11])
-                seen = np.int64(read(seq_lens, seq)) - behind
-                _attend_tile(args, k_cache, v_cache, table, kv_head, begin, rows, seen)
+                seq_len = np.int64(read(seq_lens, seq))
+                end = seq_len - behind + min(behind, ahead)
+                _attend_tile(args, q, k_cache, v_cache, out, table, kv_head, begin, rows, seq_len - behind, end, ahead)
                 begin += rows
             seq += 1
         item = next_item(args)
 
 
 @parallel_kernel(ARGUMENTS)
-def _prefill(args):
-    _attend_items(args, simd.pointer_bf16(args[3]), simd.pointer_bf16(args[4]))
+def _prefill_bf16(args):
+    pointer = simd.pointer_bf16
+    _attend_items(args, pointer(args[2]), pointer(args[3]), pointer(args[4]), pointer(args[5]))
 
 
 @parallel_kernel(ARGUMENTS)
-def _prefill_int8(args):
-    _attend_items(args, codes.pointer_int8(args[3]), codes.pointer_int8(args[4]))
+def _prefill_bf16_int8(args):
+    pointer, page = simd.pointer_bf16, codes.pointer_int8
+    _attend_items(args, pointer(args[2]), page(args[3]), page(args[4]), pointer(args[5]))
 
 
 @parallel_kernel(ARGUMENTS)
-def _prefill_fp8(args):
-    _attend_items(args, codes.pointer_fp8(args[3]), codes.pointer_fp8(args[4]))
+def _prefill_bf16_fp8(args):
+    pointer, page = simd.pointer_bf16, codes.pointer_fp8
+    _attend_items(args, pointer(args[2]), page(args[3]), page(args[4]), pointer(args[5]))
 
 
 @parallel_kernel(ARGUMENTS)
-def _prefill_int4(args):
-    _attend_items(args, codes.pointer_int4(args[3]), codes.pointer_int4(args[4]))
+def _prefill_bf16_int4(args):
+    pointer, page = simd.pointer_bf16, codes.pointer_int4
+    _attend_items(args, pointer(args[2]), page(args[3]), page(args[4]), pointer(args[5]))
 
 
-_KERNELS = {"auto": _prefill, "int8": _prefill_int8, "fp8": _prefill_fp8, "int4": _prefill_int4}
+@parallel_kernel(ARGUMENTS)
+def _prefill_f32(args):
+    pointer = simd.pointer_f32
+    _attend_items(args, pointer(args[2]), pointer(args[3]), pointer(args[4]), pointer(args[5]))
+
+
+@parallel_kernel(ARGUMENTS)
+def _prefill_f32_int8(args):
+    pointer, page = simd.pointer_f32, codes.pointer_int8
+    _attend_items(args, pointer(args[2]), page(args[3]), page(args[4]), pointer(args[5]))
+
+
+@parallel_kernel(ARGUMENTS)
+def _prefill_f32_fp8(args):
+    pointer, page = simd.pointer_f32, codes.pointer_fp8
+    _attend_items(args, pointer(args[2]), page(args[3]), page(args[4]), pointer(args[5]))
+
+
+@parallel_kernel(ARGUMENTS)
+def _prefill_f32_int4(args):
+    pointer, page = simd.pointer_f32, codes.pointer_int4
+    _attend_items(args, pointer(args[2]), page(args[3]), page(args[4]), pointer(args[5]))
+
+
+_KERNELS = {
+    (torch.bfloat16, "auto"): _prefill_bf16,
+    (torch.bfloat16, "int8"): _prefill_bf16_int8,
+    (torch.bfloat16, "fp8"): _prefill_bf16_fp8,
+    (torch.bfloat16, "int4"): _prefill_bf16_int4,
+    (torch.float32, "auto"): _prefill_f32,
+    (torch.float32, "int8"): _prefill_f32_int8,
+    (torch.float32, "fp8"): _prefill_f32_fp8,
+    (torch.float32, "int4"): _prefill_f32_int4,
+}
 
 
 def supports(q: Tensor, k_cache: Tensor) -> bool:
-    """True for bf16 rows, a bf16 or quantised cache, head_dim a multiple of 32, and block_size of 16."""
+    """True for bf16 or fp32 rows, a cache of their dtype or quantised, head_dim a multiple of 32, and block_size of
+    16."""
     return (
         MULTIPLIES_PAIRS
-        and q.dtype == torch.bfloat16
+        and q.dtype in (torch.bfloat16, torch.float32)
         and (k_cache.dtype == q.dtype or kv_format_of(k_cache) is not None)
         and q.shape[2] % (2 * WIDTH) == 0
         and k_cache.shape[2] % WIDTH == 0
@@ -419,21 +488,24 @@ def supports(q: Tensor, k_cache: Tensor) -> bool:
 
 def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, cu_seqlens_q: Tensor,
                       seq_lens: Tensor, scale: float, alibi_slopes: Tensor | None, sliding_window: int,
-                      softcap: float, sinks: Tensor | None, attention_chunk: int) -> Tensor:  # fmt: skip
-    """See kernels.attention.prefill."""
+                      softcap: float, sinks: Tensor | None, attention_chunk: int, *,
+                      both_ways: bool = False) -> Tensor:  # fmt: skip
+    """See kernels.attention.prefill. both_ways: a row sees later tokens, too, all or those that are nearer than the
+    window; without ALiBi and chunks."""
     num_rows, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     group = num_heads // num_kv_heads
     rows_per_item = max(ROWS, QUERIES // group)
+    ahead = (sliding_window - 1 if sliding_window else num_rows) if both_ways else 0
     out = empty(q.shape, q.dtype)
     kv_format = kv_format_of(k_cache)
-    kernel = _KERNELS["auto" if kv_format is None else kv_format.name]
+    kernel = _KERNELS[q.dtype, "auto" if kv_format is None else kv_format.name]
     kernel(
         -(-num_rows // rows_per_item) * num_kv_heads,
         q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(), block_tables.data_ptr(),
         num_kv_heads, group, block_size, head_dim, block_tables.stride(0), q.stride(0), scale,
         seq_lens.data_ptr(), cu_seqlens_q.data_ptr(), seq_lens.shape[0], num_rows, rows_per_item,
         0 if sinks is None else sinks.data_ptr(), 0 if alibi_slopes is None else alibi_slopes.data_ptr(),
-        sliding_window, attention_chunk, softcap,
+        sliding_window, attention_chunk, softcap, ahead,
     )  # fmt: skip
     return out
