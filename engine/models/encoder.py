@@ -1,8 +1,9 @@
 """Encoders: the layers of the decoder over whole sequences, in which each token attends to later tokens, too.
 
 They are BERT and its relatives, and decoders that were trained on to embed (EmbeddingGemma, gte-Qwen2). Sequences of
-any lengths are packed one after the other, so linear layers and norms compute no padding. Attention needs rectangles:
-sequences of equal or nearly equal length share a rectangle.
+any lengths are packed one after the other, so linear layers and norms compute no padding. Attention on a CPU needs none
+either: it reads keys and values from blocks, like a decoder's. Torch's attention, for all else, needs rectangles:
+sequences of equal or nearly equal length share one.
 
 Letters in shapes: T tokens of the step, C hidden_size, H query heads, K KV heads, D head_dim.
 """
@@ -10,6 +11,7 @@ Letters in shapes: T tokens of the step, C hidden_size, H query heads, K KV head
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,10 +21,9 @@ from engine.models.decoder import Decoder
 from engine.models.layers.attention import BatchMetadata, KVCache, take_heads
 from engine.models.layers.operators import Operators, take_linear
 from engine.models.layers.position import PositionTables
+from kernels.attention.whole import BLOCK_SIZE, supports_whole_attention, whole_attention
 from kernels.cache.rope_and_cache import rope_and_cache
 from kernels.quantized.weight import Weight
-
-BLOCK_SIZE = 16  # a cache with blocks of this size holds the keys and values of one layer and step
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +45,39 @@ class AttentionGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceBlocks:
+    """Places of the sequences of a step in a cache of num_blocks blocks, which holds one layer's keys and values.
+
+    slots int64 [num_tokens]: the place of each token. block_tables int32 [num_seqs, max_blocks], starts int32
+    [num_seqs + 1] and lengths int32 [num_seqs]: see whole_attention.
+    """
+
+    num_blocks: int
+    slots: Tensor
+    block_tables: Tensor
+    starts: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, lengths: np.ndarray) -> "SequenceBlocks":
+        """Blocks one after the other for sequences of these lengths, int64 [num_seqs], on the CPU."""
+        counts = -(-lengths // BLOCK_SIZE)
+        first = np.cumsum(counts) - counts
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        slots = np.arange(starts[-1]) + np.repeat(first * BLOCK_SIZE - starts[:-1], lengths)
+        tables = first[:, None] + np.arange(counts.max())  # entries behind a sequence's own are not read
+        integers = (torch.from_numpy(array.astype(np.int32)) for array in (tables, starts, lengths))
+        return cls(int(counts.sum()), torch.from_numpy(slots), *integers)
+
+
+@dataclass(frozen=True, slots=True)
 class EncoderBatch:
-    """Whole sequences, one after the other. positions int64 [num_tokens], from 0 in each."""
+    """Whole sequences, one after the other. positions int64 [num_tokens], from 0 in each. Attention goes by `blocks`,
+    or by `groups` if there are none."""
 
     positions: Tensor
     groups: list[AttentionGroup]
+    blocks: SequenceBlocks | None = None
     outputs: None = None  # every row is wanted
 
 
@@ -79,23 +108,41 @@ class EncoderAttention:
         self, hidden: Tensor, batch: EncoderBatch, kv_cache: KVCache | None = None, outputs: None = None
     ) -> Tensor:
         """hidden (T, C) -> (T, C)"""
-        counts = [self.heads.num_heads, self.heads.num_kv_heads, self.heads.num_kv_heads]
-        qkv = self.qkv(hidden).view(len(hidden), sum(counts), self.head_dim)  # (T, C) -> (T, H + 2K, D)
-        q, k, v = self._turn(qkv, batch.positions) if self.heads.change_rows else torch.split(qkv, counts, dim=1)
+        num_heads, num_kv_heads = self.heads.num_heads, self.heads.num_kv_heads
+        qkv = self.qkv(hidden).view(len(hidden), num_heads + 2 * num_kv_heads, self.head_dim)  # (T, H + 2K, D)
+        if batch.blocks is not None:
+            return self.attn_out(self._attend_in_blocks(qkv, batch.positions, batch.blocks))
+        if self.heads.change_rows:
+            q, k, v = self._turn(qkv, batch.positions)
+        else:
+            q, k, v = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
         attended = [self._attend(q, k, v, group) for group in batch.groups]
         return self.attn_out(attended[0] if len(attended) == 1 else torch.cat(attended))
+
+    def _write(self, qkv: Tensor, positions: Tensor, slots: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
+        """Norm and rotate q and k; write k and v to a new cache. qkv (T, H + 2K, D) -> q (T, H, D), caches
+        (2, num_blocks, K, BLOCK_SIZE, D)"""
+        caches = qkv.new_empty(2, num_blocks, self.heads.num_kv_heads, BLOCK_SIZE, self.head_dim)
+        return rope_and_cache(qkv, self.heads, positions, slots, caches[0], caches[1]), caches
+
+    def _attend_in_blocks(self, qkv: Tensor, positions: Tensor, blocks: SequenceBlocks) -> Tensor:
+        """(T, H + 2K, D) -> (T, H * D)"""
+        q, caches = self._write(qkv, positions, blocks.slots, blocks.num_blocks)
+        attended = whole_attention(  # (T, H, D)
+            q, caches[0], caches[1], blocks.block_tables, blocks.starts, blocks.lengths, self.scale,
+            sliding_window=self.window,
+        )  # fmt: skip
+        return attended.view(len(q), -1)
 
     def _turn(self, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Norm and rotate q and k. (T, H + 2K, D) -> (T, H, D), (T, K, D), (T, K, D)
 
         The operators for that write keys and values to a KV cache: here to one of this step's tokens, in order.
         """
-        num_tokens, num_kv_heads = len(qkv), self.heads.num_kv_heads
-        num_blocks = -(-num_tokens // BLOCK_SIZE)
-        caches = qkv.new_empty(2, num_blocks, num_kv_heads, BLOCK_SIZE, self.head_dim)
+        num_tokens = len(qkv)
         slots = torch.arange(num_tokens, device=qkv.device)
-        q = rope_and_cache(qkv, self.heads, positions, slots, caches[0], caches[1])  # (T, H, D)
-        k, v = caches.transpose(2, 3).reshape(2, -1, num_kv_heads, self.head_dim)[:, :num_tokens]  # (T, K, D) each
+        q, caches = self._write(qkv, positions, slots, -(-num_tokens // BLOCK_SIZE))
+        k, v = caches.transpose(2, 3).reshape(2, -1, self.heads.num_kv_heads, self.head_dim)[:, :num_tokens]
         return q, k, v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup) -> Tensor:
@@ -136,6 +183,9 @@ class Encoder:
         """Arguments as of Decoder."""
         self.config = config
         self.decoder = Decoder(config, weights, device, max_positions, operators, attention=EncoderAttention)
+        head_sizes = {config.heads(layer).head_dim for layer in range(config.num_layers)}
+        # Attention reads a batch's SequenceBlocks; else it needs its groups.
+        self.attends_in_blocks = all(supports_whole_attention(device, operators.dtype, size) for size in head_sizes)
 
     @torch.inference_mode()
     def forward(self, input_ids: Tensor, batch: EncoderBatch) -> Tensor:

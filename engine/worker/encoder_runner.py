@@ -28,7 +28,7 @@ from engine.executor.step import (
     WorkerReady,
 )
 from engine.models.config import ModelConfig
-from engine.models.encoder import AttentionGroup, Encoder, EncoderBatch
+from engine.models.encoder import AttentionGroup, Encoder, EncoderBatch, SequenceBlocks
 from engine.models.loading.load import load_model, weight_bytes
 from engine.models.reader import ConfigReader
 from engine.sampling_params import Pooling, SamplingParams
@@ -188,12 +188,16 @@ class EncoderRunner:
         self._buffer.start()
         input_ids = put(np.concatenate([np.array(sequence.token_ids, np.int64) for sequence in sequences]))
         positions = put(np.arange(ends[-1]) - np.repeat(ends - lengths, lengths))
-        groups = [self._group(lengths, ends, first, last) for first, last in self._cuts(lengths)]
+        if self._encoder.attends_in_blocks:
+            batch = EncoderBatch(positions, [], SequenceBlocks.of(lengths))
+        else:
+            cuts = self._cuts(lengths)
+            batch = EncoderBatch(positions, [self._group(lengths, ends, first, last) for first, last in cuts])
         pooling = self._pool_inputs(sequences, lengths, ends)
         self._buffer.upload()
 
         def work() -> Tensor:
-            hidden = self._encoder.forward(input_ids, EncoderBatch(positions, groups))
+            hidden = self._encoder.forward(input_ids, batch)
             return pooling.pool(hidden).to("cpu", non_blocking=True)
 
         return work() if self._queue is None else self._queue.run(work)

@@ -20,6 +20,7 @@ from transformers import (
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError, ModelError
 from engine.executor.step import NewSequence, SequenceStep, StepPlan, StepResult
+from engine.models import encoder
 from engine.models.dense import load_dense
 from engine.models.families import model_config, read_model_config
 from engine.sampling_params import Pooling, SamplingParams
@@ -35,7 +36,8 @@ TOLERANCE = {"atol": 1e-5, "rtol": 1e-4}
 
 def load(folder: Path, **settings: Any) -> EncoderRunner:
     runner, ready = load_runner(EngineConfig(model=str(folder), **settings), folder, [], lambda phase: None)
-    assert isinstance(runner, EncoderRunner) and ready.encoder and ready.hidden_size == 48
+    assert isinstance(runner, EncoderRunner) and ready.encoder
+    assert ready.hidden_size in (48, 64)
     return runner
 
 
@@ -115,6 +117,16 @@ def test_a_text_is_the_same_alone_and_in_any_batch(pair):
         np.testing.assert_allclose(vectors(run(runner, [ids], Pooling("mean")))[0], ours, **TOLERANCE)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_heads_of_32_numbers_attend_in_blocks(name, tmp_path, monkeypatch):
+    save_encoder(name, tmp_path)
+    attended = []
+    monkeypatch.setattr(encoder, "whole_attention", lambda q, *args, **kwargs: attended.append(q.dtype) or q)
+    for dtype in ("float32", "bfloat16"):
+        run(load(tmp_path, dtype=dtype), prompts(5), Pooling("mean"))
+    assert {*attended} == ({torch.float32, torch.bfloat16} if name.endswith("_blocks") else set())
+
+
 @pytest.mark.parametrize("name", ["bert", "gemma3_both_ways"])
 def test_a_step_is_launched_while_a_gpu_computes_another(name, tmp_path):
     """A queue that copies late: the arrays of a step must stay until they are copied, and its results until read."""
@@ -137,7 +149,7 @@ def test_num_parameters(name, tmp_path):
     assert read_model_config(tmp_path).num_parameters() == counted
 
 
-@pytest.mark.parametrize("name", ["bert", "gemma3_both_ways"])
+@pytest.mark.parametrize("name", ["bert", "gemma3_both_ways", "bert_blocks", "gemma3_blocks"])
 def test_batch_invariance_is_to_the_bit(name, tmp_path):
     save_encoder(name, tmp_path)
     runner = load(tmp_path, batch_invariant=True)
@@ -146,7 +158,7 @@ def test_batch_invariance_is_to_the_bit(name, tmp_path):
     assert [run(runner, [ids], Pooling("mean")).vectors[0] for ids in texts] == [*map(together.get, range(len(texts)))]
 
 
-@pytest.mark.parametrize("name", ["bert", "qwen3_both_ways", "gemma3_both_ways"])
+@pytest.mark.parametrize("name", ["bert", "qwen3_both_ways", "gemma3_both_ways", "bert_blocks", "mistral_blocks"])
 def test_bfloat16_is_near(name, tmp_path):
     oracle = save_encoder(name, tmp_path)
     texts = prompts(*LENGTHS)

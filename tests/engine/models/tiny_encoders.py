@@ -49,6 +49,13 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma3_both_ways": lambda: Gemma3TextConfig(  # EmbeddingGemma
         **sizes(num_key_value_heads=2, head_dim=16, sliding_window=12, use_bidirectional_attention=True)
     ),
+    # Heads that a CPU computes in blocks of keys.
+    "bert_blocks": lambda: BertConfig(**sizes(hidden_size=64, num_attention_heads=2)),
+    "mistral_blocks": lambda: MistralConfig(**decoder_sizes(head_dim=32, sliding_window=9)),
+    "qwen3_blocks": lambda: Qwen3Config(**decoder_sizes(head_dim=32)),
+    "gemma3_blocks": lambda: Gemma3TextConfig(
+        **sizes(num_key_value_heads=2, head_dim=64, sliding_window=12, use_bidirectional_attention=True)
+    ),
 }
 
 
