@@ -45,6 +45,11 @@ class Ranks:
         _all_gather(out.view(-1), x.contiguous().view(-1), group=self._group)
         return out
 
+    def broadcast(self, x: Tensor) -> None:
+        """Copy the first rank's tensor into those of the other ranks, which have its shape and dtype."""
+        self._count(x)
+        dist.broadcast(x, 0, group=self._group)
+
     def least(self, numbers: Sequence[int]) -> list[int]:
         """For each number the least that a rank gives: how ranks agree on sizes at start."""
         device = "cuda" if dist.get_backend(self._group) == "nccl" else "cpu"

@@ -86,7 +86,7 @@ class StepSampler:
             token_ids=batch.token_ids if queue is None else None,  # on a GPU the newest may still be on its way
         )
         self.counts = TokenCounts(max_num_seqs, vocab_size, device)
-        self.grammars = GrammarMasks(batch, eos_token_ids, queue)
+        self.grammars = GrammarMasks(batch, eos_token_ids, queue, decoder.operators.ranks)
         self.thinking = ThinkingRows(batch, queue)
         # Rows added since the last step whose counts have to be set: the row, its prompt and its generated tokens.
         self._uncounted: list[tuple[int, Array, Array]] = []

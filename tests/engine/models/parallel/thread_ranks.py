@@ -46,6 +46,9 @@ class ThreadRanks:
         self._meeting.barrier.wait()
         return together
 
+    def broadcast(self, x: Tensor) -> None:
+        x.copy_(self.all_gather(x)[0])
+
     def leave(self) -> None:
         """Fail: nobody waits any more."""
         self._meeting.barrier.abort()
