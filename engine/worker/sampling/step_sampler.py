@@ -172,12 +172,15 @@ class StepSampler:
         constraints: Constraints,
     ) -> list[SamplerRun]:
         """Sample hidden [rows, hidden]: all rows at once; if that raises, row by row, so that only rows that raise
-        alone fail. Runs inside the device's queue. EngineError where every row fails."""
+        alone fail. Runs inside the device's queue. EngineError where every row fails. A rank of several raises at once:
+        if it tried again alone, or failed a row alone, the others would make other calls and sample other tokens."""
         try:
             logits = self._decoder.compute_logits(hidden)
             output = sample(logits, inputs, self.counts, constraints.mask, constraints.forced)
             return [SamplerRun(output, num_logprobs(inputs, len(hidden)))]
         except Exception as error:
+            if self._decoder.operators.ranks is not None:
+                raise
             if len(hidden) == 1:
                 logger.exception("sampling a sequence failed")
                 return [failed_run(error, self._device)]

@@ -11,7 +11,7 @@ from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput, Vocabulary
 from engine.worker.device.host import StepLimits
 from engine.worker.model_runner import ModelRunner, RunnerParts
-from engine.worker.sampling import grammar_ends, grammar_rows
+from engine.worker.sampling import grammar_ends, grammar_rows, step_sampler
 from tests.checkpoints import byte_tokenizer
 from tests.engine.models.parallel.thread_ranks import load_shards, together
 from tests.engine.worker.mini_driver import CONFIG, PROMPTS, MiniDriver
@@ -85,3 +85,17 @@ def test_ranks_lead_a_json_text_to_the_same_end(model_dir, monkeypatch, slow):
     assert first == second and first[1] == {}
     if slow == 1:
         assert re.fullmatch(r"\[\s*[123](\s*,\s*[123])+\s*\]\x02.*", first[0].decode(), re.DOTALL), first[0]
+
+
+def test_a_rank_whose_sampling_raises_ends(model_dir, monkeypatch):
+    """Tried again row by row, the rank would collect logits that no other rank sends."""
+    clock, sample = SlowRank(None), step_sampler.sample
+
+    def short_of_memory(*given):
+        if clock.thread.rank == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return sample(*given)
+
+    monkeypatch.setattr(step_sampler, "sample", short_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        run_ranks(model_dir, clock, 2)
