@@ -7,7 +7,15 @@ from torch import Tensor
 
 from engine.models.config import ModelConfig, MoEConfig
 from engine.models.layers.norm import RMSNorm, take_norm
-from engine.models.layers.operators import Linear, Operators, take_linear, take_optional, take_plain, take_tensor
+from engine.models.layers.operators import (
+    Linear,
+    Operators,
+    take_linear,
+    take_optional,
+    take_plain,
+    take_tensor,
+    with_adapters,
+)
 from kernels.dispatch import cpu_kernels
 from kernels.elementwise.rows import add, gate_rows
 from kernels.linear.moe import Experts
@@ -117,7 +125,12 @@ def _take_router(
     config: MoEConfig, weights: dict[str, Weight], name: str, operators: Operators
 ) -> Linear | Float32Linear:
     if not config.router_float32:
-        return take_linear(weights, name, operators)
+        if operators.ranks is None or not isinstance(weights[f"{name}.weight"], Tensor):
+            return take_linear(weights, name, operators)
+        # Every rank routes by itself. Kernels that ranks choose by their own timings may round differently, and then
+        # the ranks would add parts of different experts.
+        plain = PackedLinear(take_tensor(weights, f"{name}.weight"), take_optional(weights, f"{name}.bias"))
+        return with_adapters(plain, name, operators)
     weight = take_plain(weights, f"{name}.weight", torch.float32)
     return Float32Linear(weight, take_optional(weights, f"{name}.bias"))
 

@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.errors import ModelError
 from engine.models.families import read_model_config
+from engine.models.layers.operators import FastOperators
 from engine.models.parallel.shard import shard_model
 from tests.engine.models.family_checks import load, make_prompts
 from tests.engine.models.paged import PagedRunner, Sequence, greedy
@@ -107,3 +108,21 @@ def test_the_minimum_of_calls(tmp_path):
         decoders = load_shards(tmp_path / name, read_model_config(tmp_path / name), 2)
         together(lambda decoder: _logits(decoder, [[1, 2, 3]]), decoders)
         assert decoders[0].operators.ranks.num_calls == 2 + per_layer * decoders[0].config.num_layers
+
+
+def test_no_rank_times_kernels_for_a_router_that_every_rank_computes(tmp_path, monkeypatch):
+    """FastOperators.linear of a GPU uses the product that this rank found the fastest: ranks may find others."""
+    save_model("qwen3_moe", tmp_path)
+    config, make, shapes = read_model_config(tmp_path), FastOperators.linear, []
+
+    def noted(operators, weight, bias):
+        shapes.append(tuple(weight.shape))
+        return make(operators, weight, bias)
+
+    monkeypatch.setattr(FastOperators, "linear", noted)
+    router = (config.moe.num_experts, config.hidden_size)
+    load_shards(tmp_path, config, 1)
+    assert router in shapes
+    shapes.clear()
+    load_shards(tmp_path, config, 2)
+    assert shapes and router not in shapes
