@@ -6,6 +6,7 @@ on stderr: exit status 2 for a wrong command line, setting or model, 1 for a lat
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     open_missing_streams()
     if arguments[:1] != ["serve"]:
         return _run(arguments)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # it waits until the server has its handler
     with StandardStreams():
         return _run(arguments)
 

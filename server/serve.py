@@ -196,6 +196,7 @@ class _Service:
         loop = asyncio.get_running_loop()
         self._signals.install()  # before loading, which may take minutes
         loop.add_signal_handler(signal.SIGHUP, self._on_hang_up)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # server/cli.py blocks it
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         tidying = [asyncio.create_task(work) for work in (keep_trimmed(self._is_quiet), self._sweep())]
         try:

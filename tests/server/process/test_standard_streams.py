@@ -205,3 +205,37 @@ def test_a_server_without_a_reader_of_its_output_serves_and_ends_in_good_order(u
         assert b"TOKENIZERS_PARALLELISM=false" in environment
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 0
+
+
+HANG_UP_AT_THE_START = """
+import os, signal, sys
+import engine.settings
+from server import cli
+
+load_settings = engine.settings.load_settings
+
+def interrupted(*given):
+    os.kill(os.getpid(), signal.SIGHUP)
+    return load_settings(*given)
+
+cli.load_settings = interrupted
+sys.exit(cli.main(["serve", "--port", "0", "--load-format", "dummy", "--api-key-file", sys.argv[1]]))
+"""
+
+
+def test_a_hang_up_before_the_event_loop_runs_reads_the_keys_again(tmp_path):
+    """As of `systemctl reload` right after a start."""
+    keys = tmp_path / "keys"
+    keys.write_text("sk-a-key-of-this-test\n")
+    keys.chmod(0o600)
+    command = [*MORTAL, sys.executable, "-c", HANG_UP_AT_THE_START, str(keys)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        lines = iter(process.stderr.readline, "")
+        assert any("1 API keys are in use" in line for line in lines), f"status {process.wait(10)}"
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
