@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 
 from engine.errors import EngineError
+from server.commands.ray.disk_folders import DiskFolders
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +73,12 @@ class ReplicaServer:
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
 
     async def start(self) -> None:
-        """Start the process and return when it is ready. Raises EngineError if it ends before."""
+        """Start the process and return when it is ready. Raises ConfigError, and EngineError if it ends before."""
         self._address = f"{self._host}:{free_port(self._host)}"
         self._http = httpx.AsyncClient(base_url=f"http://{self._address}", headers=self._headers, timeout=PROBE_SECONDS)
+        self._folders = DiskFolders(self._settings)
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:  # readable by this user alone: it may hold keys
-            json.dump(self._settings, file)
+            json.dump(self._folders.settings, file)
             file.flush()
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "server.commands.ray.child", "--config", file.name),
@@ -122,6 +124,8 @@ class ReplicaServer:
             await asyncio.wait_for(self._process.wait(), self._drain_seconds + END_SECONDS)
         except asyncio.TimeoutError:
             self._process.kill()
+            await self._process.wait()
+        self._folders.close()
         await self._http.aclose()
 
     async def _answers(self, path: str) -> bool:

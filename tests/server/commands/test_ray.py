@@ -9,9 +9,11 @@ import pytest
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.settings import load_settings
+from engine.worker.cache.disk_cache import BlockFile
 from server.cli import main
 from server.commands.ray.config import RayConfig, bundle_of, replica_settings
 from server.commands.ray.counted_stream import CountedStream
+from server.commands.ray.disk_folders import DiskFolders
 from server.commands.ray.prefixes import CHUNK_CHARACTERS, PrefixMemory, prefix_hashes, ranked
 from server.commands.ray.replica import gauges_of, with_key
 from server.commands.ray.scaling import replicas_for
@@ -204,3 +206,35 @@ def test_the_error_of_a_dead_replica_counts_the_tokens_in_the_form_of_each_api()
     assert stream.failure("/v1/messages").startswith(b'event: error\ndata: {"type":"error","error":{')
     event = stream.failure("/v1/responses")
     assert event.startswith(b"event: error\n") and b'"sequence_number": 42' in event
+
+
+def test_replicas_of_a_node_have_folders_of_their_own_in_the_disk_cache(tmp_path):
+    """The Worker of the second one refused the folder of the first: "in use by another server"."""
+    entry = {"name": "small", "model": "a", "disk_cache": str(tmp_path / "small")}
+    settings = {"disk_cache": str(tmp_path / "all"), "models": ["other=b", entry], "block_size": 16}
+    first, second = DiskFolders(settings), DiskFolders(settings)
+    assert first.settings["disk_cache"] == str(tmp_path / "all" / "replica-0")
+    assert second.settings["disk_cache"] == str(tmp_path / "all" / "replica-1")
+    assert second.settings["models"] == ["other=b", entry | {"disk_cache": str(tmp_path / "small" / "replica-1")}]
+    first.close()
+    third = DiskFolders(settings)
+    assert third.settings == first.settings, "the next one finds the blocks of the one before"
+    third.close()
+    second.close()
+    assert DiskFolders({"block_size": 16}).settings == {"block_size": 16}
+
+
+def test_a_replica_leaves_a_folder_alone_while_a_worker_that_is_ending_has_its_file(tmp_path):
+    folder = tmp_path / "replica-0" / "model"
+    folder.mkdir(parents=True)
+    worker = BlockFile(folder, 1 << 20, 64, b"")
+    folders = DiskFolders({"disk_cache": str(tmp_path)})
+    assert folders.settings["disk_cache"] == str(tmp_path / "replica-1")
+    worker.close()
+    folders.close()
+
+
+def test_a_disk_cache_that_is_no_folder_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"disk_cache: cannot use .*replica-0.*; name another folder"):
+        DiskFolders({"disk_cache": str(tmp_path / "file")})
