@@ -33,9 +33,9 @@ from engine.models.loading.load import load_model, weight_bytes
 from engine.models.reader import ConfigReader
 from engine.sampling_params import Pooling, SamplingParams
 from engine.worker.batch.step_buffer import BUFFERED_STEPS, StepBuffer
-from engine.worker.cache.kv_cache import model_max_len
+from engine.worker.cache.kv_cache import NoRoomForWeightsError, model_max_len
 from engine.worker.device.choice import resolve_device, resolve_dtype
-from engine.worker.device.host import StepLimits, resolve_step_limits
+from engine.worker.device.host import StepLimits, available_host_bytes, resolve_step_limits
 from engine.worker.device.queue import CudaQueue, DeviceQueue, Mark
 from engine.worker.pooler import PooledSequence, finish_vectors
 
@@ -257,6 +257,7 @@ def load_encoder(
     device = resolve_device(config.device)
     dtype = resolve_dtype(config, model, device)
     longest = encoder_max_len(config, model_dir, model)
+    check_encoder_fits(model, dtype, device)
     total_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
     limits = _limits(config, resolve_step_limits(config, device.type, total_bytes), longest)
     progress("loading weights")
@@ -292,6 +293,16 @@ def load_encoder(
         encoder=True,
         embeds_only=True,
     )
+
+
+def check_encoder_fits(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """NoRoomForWeightsError if the device has less free memory than the weights take, which are never quantised."""
+    on_gpu = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else available_host_bytes()
+    if (needed := weight_bytes(model, dtype.itemsize)) > free:
+        halves = dtype.itemsize == 4 and weight_bytes(model, 2) <= free
+        advice = f"--dtype {'float16' if on_gpu else 'bfloat16'} fits." if halves else "Use a smaller model."
+        raise NoRoomForWeightsError(needed, free, on_gpu, advice)
 
 
 def encoder_max_len(config: EngineConfig, model_dir: Path, model: ModelConfig) -> int:

@@ -15,9 +15,8 @@ from engine.worker.attention_warmup import AttentionSettings, make_attention_pla
 from engine.worker.bucket_runner import BucketSettings
 from engine.worker.cache.host_cache import HostCache
 from engine.worker.cache.kv_cache import (
-    DoesNotFitError,
+    NoRoomForWeightsError,
     allocate_kv_caches,
-    format_bytes,
     host_cache_bytes,
     model_max_len,
     most_positions,
@@ -165,11 +164,8 @@ def check_weights_fit(
     if needed <= free:
         return
     changes = list(nearest_settings(config, model, Machine(device.type, free), draft))
-    raise DoesNotFitError(
-        f"no room for the weights: they take {format_bytes(needed)}, {format_bytes(free)} of "
-        f"{'GPU' if on_gpu else 'host'} memory are free.",
-        f"Any of these fits: {'; '.join(changes)}." if changes else "Use a smaller or a quantised model.",
-    )
+    advice = f"Any of these fits: {'; '.join(changes)}." if changes else "Use a smaller or a quantised model."
+    raise NoRoomForWeightsError(needed, free, on_gpu, advice)
 
 
 def load_decoder(

@@ -32,6 +32,17 @@ class DoesNotFitError(ConfigError):
         self.reason = reason
 
 
+class NoRoomForWeightsError(DoesNotFitError):
+    """The weights take `needed` bytes, and `free` bytes of the device are free."""
+
+    def __init__(self, needed: int, free: int, on_gpu: bool, advice: str) -> None:
+        super().__init__(
+            f"no room for the weights: they take {format_bytes(needed)}, {format_bytes(free)} of "
+            f"{'GPU' if on_gpu else 'host'} memory are free.",
+            advice,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class KVCacheSize:
     """num_blocks blocks of block_bytes each (over all layers), and the longest sequence that is served."""

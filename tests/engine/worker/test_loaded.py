@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import engine.worker.encoder_runner as encoder_runner
 import engine.worker.loaded as loaded
 import engine.worker.memory_plan as memory_plan
 from benchmarks.formats.gguf_writer import write_gguf
@@ -19,6 +20,7 @@ from engine.worker.cache.kv_cache import DoesNotFitError
 from engine.worker.encoder_runner import load_encoder
 from engine.worker.loaded import check_weights_fit
 from engine.worker.memory_plan import Machine, make_plan
+from tests.engine.models.tiny_encoders import save_encoder
 from tests.engine.models.tiny_models import save_model
 
 CPU = torch.device("cpu")
@@ -61,6 +63,21 @@ def test_an_encoder_refuses_what_only_a_decoder_has(tmp_path: Path, given: dict[
     model, config = replace(read_model_config(tmp_path), causal=False), EngineConfig(model=str(tmp_path), **given)
     with pytest.raises(ConfigError, match=rf"^{next(iter(given))}: this model is an encoder.*leave the option out\."):
         load_encoder(config, tmp_path, model, lambda phase: None)
+
+
+@pytest.mark.parametrize(
+    "dtype, free, advice", [("float32", 1.0, r"--dtype bfloat16 fits\."), ("bfloat16", 0.5, r"Use a smaller model\.")]
+)
+def test_an_encoder_without_room_is_refused_before_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, free: float, advice: str
+) -> None:
+    save_encoder("bert", tmp_path)
+    model, config = read_model_config(tmp_path), EngineConfig(model=str(tmp_path), dtype=dtype, device="cpu")
+    monkeypatch.setattr(encoder_runner, "available_host_bytes", lambda: int(free * model.weight_bytes(4)) - 1)
+    phases: list[str] = []
+    with pytest.raises(DoesNotFitError, match=rf"no room for the weights: they take .* are free\. {advice}"):
+        load_encoder(config, tmp_path, model, phases.append)
+    assert phases == []
 
 
 def test_a_second_copy_of_the_weights_needs_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
