@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from engine.checkpoint.gguf import is_gguf, read_gguf, split_names
-from engine.checkpoint.json_files import read_json
+from engine.checkpoint.json_files import read_json, read_json_fields
 from engine.checkpoint.links import check_links, path_inside
 from engine.checkpoint.pooling import dense_folders
 from engine.checkpoint.raw_config import CONFIG_FILE, PARAMS_FILE, config_path, read_config
@@ -116,6 +118,22 @@ def read_tokenizer_config(model_dir: Path) -> dict[str, Any]:
     return settings | {name: names[name] for name in names if name.endswith("_token") or name in EXTRA_TOKENS}
 
 
+class _AddedTokens(msgspec.Struct):
+    """The part of tokenizer.json that nearly always has the special tokens."""
+
+    added_tokens: Any = None
+
+
+class _TokenModel(msgspec.Struct):
+    vocab: Any = None
+
+
+class _Vocabulary(msgspec.Struct):
+    """Half of tokenizer.json; most of the rest are merges."""
+
+    model: _TokenModel | None = None
+
+
 def _eos_of_tokenizer(model_dir: Path) -> int | None:
     """The id of the token that tokenizer_config.json calls eos_token; None if there is none."""
     settings = read_tokenizer_config(model_dir)
@@ -128,13 +146,13 @@ def _eos_of_tokenizer(model_dir: Path) -> int | None:
     for token_id, entry in entries:
         if isinstance(entry, dict) and entry.get("content") == text and token_id.isdecimal():
             return int(token_id)
-    tokenizer = read_json(model_dir / "tokenizer.json")
-    tokens, model = tokenizer.get("added_tokens"), tokenizer.get("model")
+    path = model_dir / "tokenizer.json"
+    tokens = read_json_fields(path, _AddedTokens).added_tokens
     for entry in tokens if isinstance(tokens, list) else ():
         if isinstance(entry, dict) and entry.get("content") == text and type(entry.get("id")) is int:
             return int(entry["id"])
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    token_id = vocabulary.get(text) if isinstance(vocabulary, dict) else None
+    model = read_json_fields(path, _Vocabulary).model
+    token_id = model.vocab.get(text) if model is not None and isinstance(model.vocab, dict) else None
     return token_id if type(token_id) is int else None
 
 

@@ -413,3 +413,16 @@ def test_a_snapshot_of_the_hub_holds_links_to_its_blobs(hub: FakeHub, tmp_path: 
     (hub.snapshot / "chat_template.jinja").symlink_to("../../../secret")
     with pytest.raises(ModelError, match="leaves the model's folder"):
         resolve_model(config)
+
+
+def test_the_vocabulary_is_not_parsed_for_an_eos_token_that_is_an_added_token(tmp_path: Path) -> None:
+    """Half a second for the 24 MB of a large vocabulary, before the Worker starts."""
+    make_folder(tmp_path, config=json.dumps({"eos_token_id": 2}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    file = tmp_path / "tokenizer.json"
+    added = b'{"added_tokens": [{"id": 7, "content": "<|im_end|>"}], "model": '
+    file.write_bytes(added + b'{"vocab": {"\xff": 1}}}')  # no UTF-8: a parser would refuse it
+    assert read_eos_token_ids(tmp_path) == [2, 7]
+    file.write_bytes(added + b"{")
+    with pytest.raises(ModelError, match=r"tokenizer\.json is not valid JSON: "):
+        read_eos_token_ids(tmp_path)
