@@ -315,8 +315,9 @@ def load_settings(
     """One instance of each class from YAML (flag or variable `config`), the environment and flags; later sources win.
 
     `flags` maps setting names to texts, booleans and lists of texts, as the parser of add_flags() returns them; other
-    names are ignored. `unused` are names of settings of others, which a shared YAML file may hold, too. ConfigError
-    starts with the place of the fault: file and line, variable or flag.
+    names are ignored. `unused` are names of settings of others, which a shared YAML file may hold, too; those of
+    NOT_SERVED only without a value, as configs/default.yaml has them. ConfigError starts with the place of the fault:
+    file and line, variable or flag.
     """
     known = {name: setting for config_class in config_classes for name, setting in settings_of(config_class).items()}
     path = flags.get("config") or environ.get(CONFIG_VARIABLE)
@@ -359,7 +360,7 @@ def _from_yaml(path: Path, known: Mapping[str, Setting], unused: Collection[str]
     values: dict[str, Any] = {}
     for line, key, value in _yaml_entries(path):
         where, name = f"{path}, line {line}", key.replace("-", "_")
-        if name in unused:
+        if name in unused and not (name in NOT_SERVED and value):
             continue
         if name not in known:
             raise ConfigError(f"{where}: {unknown_name(key, known)}")

@@ -167,8 +167,8 @@ def plan(arguments: list[str]) -> int:
     from server.config import ServerConfig
 
     environment = {name: value for name, value in os.environ.items() if name != "PAGESERVE_API_KEY"}
-    # A file of `pageserve serve` may hold these, too. `models` is not passed over: a plan is of one model.
-    environment["PAGESERVE_PLAN_UNUSED"] = ",".join(settings_of(ServerConfig).keys() - {"models"})
+    # A file of `pageserve serve` may hold these, too; `models` only where it is empty: a plan is of one model.
+    environment["PAGESERVE_PLAN_UNUSED"] = ",".join(settings_of(ServerConfig).keys())
     return subprocess.run([sys.executable, "-m", "engine.worker.memory_plan", *arguments], env=environment).returncode
 
 

@@ -151,7 +151,7 @@ def plan_in_this_process(monkeypatch):
     monkeypatch.setattr(subprocess, "run", run)
 
 
-@pytest.mark.parametrize("name", ["replica", "cpu", "gpu"])
+@pytest.mark.parametrize("name", ["default", "replica", "cpu", "gpu"])
 def test_plan_reads_the_files_of_serve(name, plan_in_this_process, capsys):
     assert main(["plan", "--config", str(ROOT / f"configs/{name}.yaml"), "--device", "cpu", "--memory", "8GiB"]) == 0
     assert "bundled model" in capsys.readouterr().out
