@@ -316,11 +316,11 @@ class Driver:
     def kv_view(self) -> KVView:
         """Every KV block and its holder (engine/telemetry/kv_view.py); UnavailableError before the model is loaded."""
         loaded = self._require_loaded("KV blocks")
-        return kv_view(loaded.scheduler, loaded.live.owner_of)
+        return kv_view(loaded.scheduler, loaded.live.owner_of, asleep=self.sleep_level > 0)
 
     def steps_view(self) -> StepsView:
         """The last steps (engine/telemetry/step_log.py); UnavailableError before the model is loaded."""
-        return self.stats.steps.view(self._require_loaded("steps").scheduler)
+        return self.stats.steps.view(self._require_loaded("steps").scheduler, asleep=self.sleep_level > 0)
 
     def _require_serving(self) -> Loaded:
         if self._failure is not None:

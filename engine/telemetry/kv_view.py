@@ -60,9 +60,22 @@ class KVView:
     sequences: list[SequenceView] = field(default_factory=list)
 
 
-def kv_view(scheduler: Scheduler, owner_of: OwnerOf) -> KVView:
-    """Make a view, between two steps. One pass over the blocks: 0.6 ms for 16,384 blocks."""
+def kv_view(scheduler: Scheduler, owner_of: OwnerOf, asleep: bool = False) -> KVView:
+    """Make a view, between two steps. One pass over the blocks: 0.6 ms for 16,384 blocks.
+
+    `asleep`: the pool is freed, and what ran waits to be recomputed; the scheduler learns that at the wake.
+    """
     manager = scheduler.block_manager
+    if asleep:
+        return KVView(
+            num_blocks=manager.num_blocks,
+            block_size=manager.block_size,
+            num_running=0,
+            num_waiting=scheduler.num_waiting + len(scheduler.running),
+            states=bytes([FREE] * manager.num_blocks).decode("ascii"),
+            shared={},
+            partial={},
+        )
     return KVView(
         num_blocks=manager.num_blocks,
         block_size=manager.block_size,

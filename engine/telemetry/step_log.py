@@ -91,8 +91,8 @@ class StepLog:
                 record.num_sampled = len(result.seq_ids) + len(result.detailed) + sum(map(len, result.verified))
                 record.finished_at, record.compute_seconds = now, result.compute_seconds
 
-    def view(self, scheduler: Scheduler) -> StepsView:
-        """The recorded steps. Recording begins, or goes on."""
+    def view(self, scheduler: Scheduler, asleep: bool = False) -> StepsView:
+        """The recorded steps. Recording begins, or goes on. `asleep`: what ran waits for the wake."""
         if not self._num_left:  # events since recording stopped belong to no recorded step
             self._counts = _counts(scheduler)
             scheduler.block_manager.last_evicted.clear()
@@ -100,8 +100,8 @@ class StepLog:
         return StepsView(
             scheduler.max_num_seqs,
             scheduler.max_num_batched_tokens,
-            len(scheduler.running),
-            scheduler.num_waiting,
+            0 if asleep else len(scheduler.running),
+            scheduler.num_waiting + (len(scheduler.running) if asleep else 0),
             list(self._records),
         )
 

@@ -37,7 +37,7 @@ def test_sleep_and_wake(live, level):
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_what_ran_waits_in_the_metrics_while_the_model_sleeps(live, level):
+def test_what_ran_waits_in_the_metrics_and_views_while_the_model_sleeps(live, level):
     def gauges(client):
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "pageserve:num_tokens_waiting")
         return [value(client, name) for name in (*names, "vllm:kv_cache_usage_perc")]
@@ -51,6 +51,10 @@ def test_what_ran_waits_in_the_metrics_while_the_model_sleeps(live, level):
             assert other.post(f"{SLEEP}?level={level}").json()["level"] == level
             running, waiting, tokens, usage = gauges(other)
             assert (running, waiting, usage) == (0, 2, 0) and tokens > 80
+            blocks, steps = (other.get(f"/debug/{name}").json() for name in ("kv", "steps"))
+            assert set(blocks["states"]) == {"."} and blocks["shared"] == blocks["partial"] == {}
+            assert blocks["sequences"] == [] and len(blocks["states"]) == blocks["num_blocks"]
+            assert {(view["num_running"], view["num_waiting"]) for view in (blocks, steps)} == {(0, 2)}
             assert other.post(WAKE).json()["state"] == "ready"
             assert list(lines)[-2] == "data: [DONE]"
         assert gauges(other) == [0, 0, 0, 0]
