@@ -50,6 +50,7 @@ from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+DISK_SECONDS = 30.0  # a model that is told to sleep waits no longer for reads of its disk cache
 MAX_IN_FLIGHT = 2  # plans: the one that the Worker computes and the next
 SLEEP_PHASES = ("sleeping", "waking")
 # Requests are accepted. In every phase but "ready" they wait for the Worker; a request to a sleeping model wakes it.
@@ -88,6 +89,7 @@ class Driver:
         self._room = room
         self._woke_at = 0.0  # time.monotonic()
         self._dozing: asyncio.Task[None] | None = None  # with sleep_after
+        self._disk_timer: asyncio.TimerHandle | None = None
         self._isolated: str | None = None  # the request that runs alone
         self._in_flight: deque[StepPlan] = deque()
         # False until the scheduler knows that a new Worker has an empty pool: that is later than the Worker is ready.
@@ -506,7 +508,7 @@ class Driver:
 
     async def sleep(self, level: int = 2) -> None:
         """Free the device: at level 1 the Worker keeps the weights in host memory, at level 2 it ends. Returns once the
-        model sleeps, or a request has woken it before that.
+        model sleeps, or a request has woken it before that, or its disk cache does not answer.
 
         Live requests wait and go on after the wake; a new request wakes the model. Raises UnavailableError while the
         engine loads, drains or is dead.
@@ -525,7 +527,7 @@ class Driver:
             self._require_serving()
 
     async def vacate(self) -> None:
-        """Sleep at level 2 for another model. Returns once the model sleeps, or a request has woken it before that."""
+        """Sleep at level 2 for another model. Returns as `sleep` does."""
         await self.wait_idle()
         if self._failure is None and not self.num_live_requests:
             await self._fall_asleep(2)
@@ -556,15 +558,25 @@ class Driver:
         sleep = self._sleep
         if sleep.told or sleep.fetching or self._in_flight:
             return
-        sleep.level = sleep.level or sleep.asked or 0
         if loaded.prefetcher is not None:
-            loaded.prefetcher.close()
             if loaded.prefetcher.has_fetches:
+                self._disk_timer = self._disk_timer or self._loop.call_later(DISK_SECONDS, self._stay_awake)
                 return
-        sleep.told = True
+            loaded.prefetcher.close()
+        sleep.told, sleep.level = True, sleep.asked or 0
         has_tier = loaded.scheduler.block_manager.host_tier is not None
         kept = self.config.disk_cache is not None if sleep.level == 2 else has_tier
         self.supervisor.send(SleepWorker(sleep.level, loaded.scheduler.plan_flush() if kept else None))
+
+    def _stay_awake(self) -> None:
+        """Give up a sleep that waits for a disk which does not answer: requests would wait, too, for ever."""
+        self._disk_timer = None
+        sleep, prefetcher = self._sleep, None if self._loaded is None else self._loaded.prefetcher
+        if sleep.asked is None or sleep.told or not self._serves or prefetcher is None or not prefetcher.has_fetches:
+            return
+        logger.error("%s stays awake: disk_cache has answered no read for %g s", self._label, DISK_SECONDS)
+        sleep.set(None)
+        self._schedule_pump()
 
     async def _rest(self, loaded: Loaded, level: int) -> Loaded:
         """Keep the journal without a device until a wake is asked for, then go on as after the death of a Worker."""

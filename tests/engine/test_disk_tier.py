@@ -1,18 +1,23 @@
 """A server that is started again finds on the disk what the one before it computed, and says the same."""
 
 import asyncio
+import sys
 
+import pytest
+
+import engine.driver
 from engine.config import EngineConfig
 from engine.driver import Driver
 from engine.request import Request
 from engine.sampling_params import SamplingParams
+from engine.scheduling import prefetch
+from tests.engine.driving import until
 
 PROMPT = "Once upon a time there was a fox who lived by the blue sea and had a very long story to tell. " * 4
 
 
-async def serve(tmp_path, prompts, **settings):
-    """(text, cached tokens) of each prompt, asked one after the other of a server of its own."""
-    config = EngineConfig(
+def disk_config(tmp_path, **settings):
+    return EngineConfig(
         device="cpu",
         dtype="float32",
         max_model_len=512,
@@ -22,7 +27,11 @@ async def serve(tmp_path, prompts, **settings):
         disk_cache=str(tmp_path / "kv"),
         **settings,
     )
-    driver = Driver(config)
+
+
+async def serve(tmp_path, prompts, **settings):
+    """(text, cached tokens) of each prompt, asked one after the other of a server of its own."""
+    driver = Driver(disk_config(tmp_path, **settings))
     await driver.start()
     try:
         await driver.wait_ready()
@@ -67,3 +76,40 @@ async def test_what_was_pushed_out_of_host_memory_comes_from_the_disk(tmp_path):
     found = await asyncio.wait_for(serve(tmp_path, [PROMPT, *others, PROMPT]), 60)
     assert found[0][0] == found[-1][0]
     assert found[-1][1] > 60
+
+
+STUCK_DISK = """
+import time
+from engine.worker.cache.disk_cache import BlockFile
+from engine.worker.worker import main
+
+BlockFile.load = lambda file, digest: time.sleep(3600)
+main()
+"""
+
+
+@pytest.mark.parametrize("comes", [False, True])
+async def test_a_disk_that_does_not_answer_keeps_the_model_awake(tmp_path, monkeypatch, comes):
+    """As of a network mount that is gone: the sleep waited for its reads, and all requests for the sleep, for ever."""
+    monkeypatch.setattr(prefetch, "FETCH_SECONDS", 0.1)
+    monkeypatch.setattr(engine.driver, "DISK_SECONDS", 30.0 if comes else 0.3)
+    [(text, _)] = await serve(tmp_path, [PROMPT])
+    driver = Driver(disk_config(tmp_path), worker_command=(sys.executable, "-c", STUCK_DISK))
+    await driver.start()
+    try:
+        await driver.wait_ready()
+        params = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+        stream = driver.generate(Request("long", driver.tokenizer.encode(PROMPT), params))
+        await until(lambda: stream.num_generated_tokens > 2)
+        asleep = asyncio.create_task(driver.sleep(1))
+        await until(lambda: not driver.num_in_flight)
+        if comes:  # a request, which wakes the model
+            params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+            new = driver.generate(Request("new", driver.tokenizer.encode("Else"), params))
+            assert [output async for output in new][-1].finished
+        await asyncio.wait_for(asleep, 20)
+        assert driver.phase == "ready" and driver.sleep_level == 0
+        outputs = [output async for output in stream]
+        assert "".join(part.text for output in outputs for part in output.outputs).startswith(text)
+    finally:
+        await driver.stop()
