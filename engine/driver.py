@@ -15,11 +15,20 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 
 from engine.checkpoint.checkpoint import open_checkpoint
 from engine.config import EngineConfig
-from engine.errors import ConfigError, EngineError, ModelError, PageserveError, UnavailableError, WorkerDiedError
+from engine.errors import (
+    ConfigError,
+    EngineError,
+    ModelError,
+    PageserveError,
+    RestartsSpentError,
+    UnavailableError,
+    WorkerDiedError,
+)
 from engine.executor.step import (
     ONE_PLACE,
     AdapterLoaded,
@@ -97,6 +106,7 @@ class Driver:
         self._pump_scheduled = False
         self._tokenizer: Tokenizer | None = None
         self._owns_tokenizer = True
+        self.heirs: Callable[[Driver], None] | None = None  # other replicas, which go on with the live requests
         self._loaded: Loaded | None = None
         self._task: asyncio.Task[None] | None = None
         self._failure: PageserveError | None = None
@@ -216,6 +226,15 @@ class Driver:
         self._sleep.set(None)
         return loaded.live.register(request, max_num_tokens)
 
+    def take_over(self, request_id: str, other: "Driver") -> bool:
+        """Go on with a live request of another replica, whose Worker is gone for good; its stream stays the same.
+        Returns False where that cannot be. Raises UnavailableError while this engine loads, drains or is dead."""
+        loaded = self._require_serving()
+        if not loaded.take_over(request_id, other._require_loaded("requests")):
+            return False
+        self._sleep.set(None)
+        return True
+
     def abort(self, request_id: str) -> None:
         """End a request in any state; its blocks are free at once. Does nothing for an unknown or ended request."""
         if self._loaded is not None:
@@ -282,6 +301,11 @@ class Driver:
     def num_in_flight(self) -> int:
         """Plans that were sent and whose results are not back."""
         return len(self._in_flight)
+
+    @property
+    def live_requests(self) -> list[Request]:
+        """All requests that were accepted and have not ended."""
+        return [] if self._loaded is None else [live.request for live in self._loaded.live]
 
     @property
     def live_request_ids(self) -> list[str]:
@@ -692,6 +716,8 @@ class Driver:
         self._sleep.notify()
         self._in_flight.clear()
         self.grammars.detach()
+        if self.heirs is not None and isinstance(error, RestartsSpentError):  # a fault of ours would strike them, too
+            self.heirs(self)
         self._fail_all(EngineError(f"The engine ended while this request ran: {error}."))
         self._failed.set_result(error)
         if not self._ready.done():

@@ -83,6 +83,10 @@ class EngineError(PageserveError):
     """An accepted request that the engine could not finish (a dead Worker, non-finite logits, a bug)."""
 
 
+class RestartsSpentError(EngineError):
+    """Workers have died more often than max_worker_restarts allows."""
+
+
 class WorkerDiedError(EngineError):
     """The Worker process ended, hung, or broke the protocol: it must be replaced.
 

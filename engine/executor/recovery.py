@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from engine.errors import EngineError, PageserveError
+from engine.errors import PageserveError, RestartsSpentError
 
 SUSPECT_AT, GUILTY_AT = 2, 3  # deaths since the last token; between the two the request runs alone
 FIRST_BACKOFF, MAX_BACKOFF = 0.5, 30.0  # seconds before the second start in a row, and before any
@@ -39,12 +39,12 @@ class Recovery:
     def backoff(self, cause: PageserveError) -> float:
         """Return the seconds to wait before the next start: none after a first death, then twice as long each time.
 
-        Raises EngineError, with the `cause` of the last death, when the budget is spent.
+        Raises RestartsSpentError, with the `cause` of the last death, when the budget is spent.
         """
         while self._deaths and self._clock() - self._deaths[0] > self._window:
             self._deaths.popleft()
         if len(self._deaths) > self._max_restarts:
-            raise EngineError(
+            raise RestartsSpentError(
                 f"{cause}; a Worker has died {len(self._deaths)} times within {self._window:g} s, "
                 f"and max_worker_restarts is {self._max_restarts}"
             )
@@ -62,6 +62,19 @@ class Recovery:
         if not self._strikes:
             return None
         return next((request_id for request_id, strikes in self._strikes.items() if strikes >= SUSPECT_AT), None)
+
+    def strikes(self, request_id: str) -> int:
+        """The deaths that are held against a request."""
+        return self._strikes.get(request_id, 0)
+
+    def is_suspect(self, request_id: str) -> bool:
+        """True if the request must run alone."""
+        return self.strikes(request_id) >= SUSPECT_AT
+
+    def take_over(self, request_id: str, strikes: int) -> None:
+        """Hold deaths of another replica's Workers against a request that goes on here."""
+        if strikes:
+            self._strikes[request_id] = strikes
 
     def clear(self, request_id: str) -> None:
         """The request got a token, or ended."""

@@ -64,6 +64,8 @@ class Replicas:
             Driver(_config_of(config, i), place=Place(first_gpu=i * config.tensor_parallel_size), **limits, **options)
             for i in range(size)
         )
+        for replica in self.replicas:
+            replica.heirs = self._inherit
         self.grammars = _SharedGrammars(self.replicas)
         self._router = PrefixRouter(size)
         self._num_restarts = [0.0] * size
@@ -144,6 +146,20 @@ class Replicas:
             work = replica.scheduler.num_waiting_tokens + LIVE_COST * replica.num_live_requests
             waiting.append((i, work + START_COST * (replica.phase != "ready")))
         return self._router.order(keys, len(request.prompt_token_ids), waiting)
+
+    def _inherit(self, ended: Driver) -> None:
+        """Let other replicas go on with the live requests of one whose Workers have died too often."""
+        requests, num_moved = ended.live_requests, 0
+        for request in requests:
+            keys = prefix_keys(request.prompt_token_ids, (request.cache_salt, request.adapter))
+            for i in self._order(keys, request):
+                replica = self.replicas[i]
+                if replica.take_over(request.request_id, ended):
+                    self._router.sent(i, keys, replica.model.num_blocks * replica.model.block_size)
+                    num_moved += 1
+                    break
+        if requests:
+            logger.warning("other replicas go on with %d of the %d requests of one that ends", num_moved, len(requests))
 
     def abort(self, request_id: str) -> None:
         for replica in self.replicas:

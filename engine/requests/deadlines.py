@@ -19,10 +19,16 @@ class Deadlines:
         """The requests whose time runs."""
         return set(self._timers)
 
-    def start(self, request_id: str, seconds: float) -> None:
-        """Start the timer of a request."""
+    def start(self, request_id: str, seconds: float, end: float | None = None) -> None:
+        """Start the timer of a request. `end`: when it ends, by the loop's clock; None: in `seconds` from now."""
         loop = asyncio.get_running_loop()
-        self._timers[request_id] = loop.call_later(seconds, self._on_time, request_id, seconds)
+        end = loop.time() + seconds if end is None else end
+        self._timers[request_id] = loop.call_at(end, self._on_time, request_id, seconds)
+
+    def end_of(self, request_id: str) -> float | None:
+        """When the time of a request is over, by the loop's clock; None if it has no timer."""
+        timer = self._timers.get(request_id)
+        return None if timer is None else timer.when()
 
     def clear(self, request_id: str) -> None:
         """Cancel the timer of a request that has ended; harmless if it has none."""

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 
 import msgspec
 
@@ -81,6 +82,20 @@ class LiveRequest:
     def report(self, reason: FinishReason | None = None) -> RequestReport:
         """The times and counts so far; `reason` says why the request has ended."""
         return self.timings.report(self.request.request_id, self.stream.sequences(), reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """A request on its way to another replica: the `sequences` that it must compute, of which `head` computes the
+    prompt for `forks`, too; the deaths of Workers that are held against it, and the `end` of its time, by the loop's
+    clock."""
+
+    live: LiveRequest
+    sequences: list[Sequence]
+    head: Sequence | None
+    forks: list[Sequence]
+    strikes: int
+    end: float | None
 
 
 def new_sequences(

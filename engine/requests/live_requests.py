@@ -13,7 +13,7 @@ from engine.outputs import FinishReason
 from engine.request import Adapter, Request
 from engine.requests.deadlines import Deadlines
 from engine.requests.delivery import Delivery, FreshTokens, Vectors, give_soon
-from engine.requests.live_request import LiveRequest, new_sequences
+from engine.requests.live_request import Departure, LiveRequest, new_sequences
 from engine.requests.queue_limits import QueueLimits
 from engine.requests.stream import RequestStream
 from engine.scheduling.prefetch import Prefetcher
@@ -178,6 +178,45 @@ class LiveRequests:
             live.stream.show()
         return bool(groups)
 
+    # From one replica to another.
+
+    def may_leave(self, live: LiveRequest) -> bool:
+        """False for a beam search, and for a request that may have killed Workers: it would kill others' Workers."""
+        return live.search is None and not self._recovery.is_suspect(live.request.request_id)
+
+    def leave(self, live: LiveRequest) -> Departure:
+        """Forget a request that `may_leave`, and with which another replica goes on: its stream stays open."""
+        request_id = live.request.request_id
+        forks = [seq for seq in live.sequences if seq.fork_of is not None]
+        head = forks[0].fork_of if forks else None
+        left = [seq for seq in live.sequences if self._owners.pop(seq.seq_id, None) is not None]
+        for seq in left:
+            self._scheduler.finish(seq, FinishReason.ERROR)
+        strikes, end = self._recovery.strikes(request_id), self._deadlines.end_of(request_id)
+        self._forget(live)
+        return Departure(live, [seq for seq in left if seq not in forks], head, forks, strikes, end)
+
+    def arrive(self, departure: Departure, adapter: Adapter | None) -> None:
+        """Go on with a request of another replica from its tokens."""
+        live = departure.live
+        request = live.request
+        self._by_id[request.request_id] = live
+        self._idle.clear()
+        if request.timeout is not None:
+            self._deadlines.start(request.request_id, request.timeout, departure.end)
+        self._recovery.take_over(request.request_id, departure.strikes)
+        live.stream.move(partial(self.abort, request.request_id))
+        live.timings.move(self._stats, self._meter)
+        waiting = {*departure.sequences, *departure.forks}
+        for number, seq in enumerate(live.sequences):
+            seq.adapter = adapter
+            if seq in waiting:
+                seq.move(next(self._numbers))
+                self._owners[seq.seq_id] = live, live.samples_of(number)
+        for seq in departure.sequences:
+            self._scheduler.add(seq, departure.forks if seq is departure.head else ())
+        self._wake()
+
     # Early ends.
 
     def abort(self, request_id: str) -> None:
@@ -226,15 +265,18 @@ class LiveRequests:
 
     def _retire(self, live: LiveRequest, reason: FinishReason) -> None:
         """Forget a request that has ended, and record how it went."""
-        request = live.request
-        del self._by_id[request.request_id]
+        self._log.add(live.request, live.report(reason))
+        live.timings.observe_end(reason, live.request.params, live.stream.sequences())
+        self._queue_limits.request_done(live.stream.num_generated_tokens)
+        self._forget(live)
+
+    def _forget(self, live: LiveRequest) -> None:
+        request_id = live.request.request_id
+        del self._by_id[request_id]
         if (adapter := live.sequences[0].adapter) is not None:
             self._release_adapter(adapter)
-        self._recovery.clear(request.request_id)
-        self._log.add(request, live.report(reason))
-        self._deadlines.clear(request.request_id)
-        live.timings.observe_end(reason, request.params, live.stream.sequences())
-        self._queue_limits.request_done(live.stream.num_generated_tokens)
+        self._recovery.clear(request_id)
+        self._deadlines.clear(request_id)
         if not self._by_id:
             self.idle_since = time.monotonic()
             self._idle.set()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.pooling import pooling_of_model
 from engine.config import EngineConfig
-from engine.errors import EngineError
+from engine.errors import EngineError, PageserveError
 from engine.executor.recovery import Recovery
 from engine.executor.step import FetchBlocks, StepPlan, WorkerReady
 from engine.requests.adapters import Adapters
@@ -83,6 +83,20 @@ class Loaded:
         if config.async_scheduling is not None:
             max_ahead = None if config.async_scheduling else 0
         return cls(model, scheduler, prefetcher, live, adapters, max_ahead)
+
+    def take_over(self, request_id: str, other: "Loaded") -> bool:
+        """Go on with a live request of another replica, whose Worker is gone for good, from its tokens. Returns False
+        for a request that may not leave or does not fit here."""
+        live = other.live[request_id]
+        unfinished = [seq for seq in live.sequences if seq.finish_reason is None]
+        if not other.live.may_leave(live) or not all(fits_still(seq, self.model) for seq in unfinished):
+            return False
+        try:
+            adapter = self.adapters.hold(live.request.adapter) if live.request.adapter else None
+        except PageserveError:  # this replica has lost the adapter
+            return False
+        self.live.arrive(other.live.leave(live), adapter)
+        return True
 
     def goes_ahead_of(self, plan: StepPlan) -> bool:
         """True if the next plan may be sent before the result of `plan`.

@@ -196,6 +196,10 @@ class RequestStream:
 
     # The Driver's side.
 
+    def move(self, abort: Callable[[], None]) -> None:
+        """Another replica goes on with the request, and `abort` ends it."""
+        self._abort = abort
+
     @property
     def plain(self) -> bool:
         """True if a token that does not end a sample needs nothing but its text: no stop strings, no logprobs."""

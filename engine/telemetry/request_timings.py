@@ -37,6 +37,15 @@ class RequestTimings:
         self._num_restarts = stats.worker_restarts.values[()]
         self.last_tokens: list[float | None] = [None] * num_samples
 
+    def move(self, stats: EngineStats, meter: StepMeter) -> None:
+        """Another replica goes on with the request: its statistics and steps count from here on."""
+        if self._start is not None:
+            num_steps, num_rows = self._num_since_start()
+            self._start = meter.num_steps - num_steps, meter.num_rows - num_rows
+        num_restarts = self._stats.worker_restarts.values[()] - self._num_restarts
+        self._num_restarts = stats.worker_restarts.values[()] - num_restarts
+        self._stats, self._meter = stats, meter
+
     def observe_chunk(self, num_tokens: int, num_rows: int) -> None:
         """A step of `num_rows` sequences, which the meter has counted, computes or recomputes tokens of the prompt."""
         if self._start is None:

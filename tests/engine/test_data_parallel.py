@@ -10,15 +10,17 @@ from contextlib import asynccontextmanager
 import pytest
 
 from engine.config import EngineConfig
-from engine.errors import ConfigError, InvalidRequestError, QueueFullError
+from engine.errors import ConfigError, DeadlineError, EngineError, InvalidRequestError, QueueFullError
 from engine.replicas.replicas import make_engine
 from engine.replicas.router import CHUNK_TOKENS, LIVE_COST, PrefixRouter, prefix_keys
 from engine.request import Request
+from engine.requests.live_request import SEED_STEP
 from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput
 from tests.checkpoints import save_fake_checkpoint
 from tests.engine.bundled_driver import CASES, read, running_driver, start
 from tests.engine.driving import until
+from tests.fake_device import expected_tokens
 
 SETTINGS = {"num_blocks": 512, "cpu_threads": 1}
 ROOM = 1 << 16
@@ -166,3 +168,75 @@ def test_two_workers_share_no_file_and_no_gpu():
     assert config.num_processes == 8
     with pytest.raises(ConfigError, match="cannot sleep for another"):
         make_engine(config, room=object())
+
+
+async def samples_of(stream):
+    """The token ids of each sample of a stream."""
+    samples = {}
+    async for output in stream:
+        for part in output.outputs:
+            samples.setdefault(part.index, []).extend(part.token_ids)
+    return [samples[index] for index in sorted(samples)]
+
+
+def begin(engine, name, prompt, *, seed=7, **options):
+    timeout = options.pop("timeout", None)
+    params = SamplingParams(**({"seed": seed, "max_tokens": 120, "ignore_eos": True} | options))
+    return engine.generate(Request(name, prompt, params, timeout=timeout))
+
+
+async def test_other_replicas_go_on_with_the_streams_of_one_that_ends(folder):
+    """Its Workers have died too often, such as on a card that has fallen off the bus."""
+    options = {"worker_command": (*FAKE_WORKER["worker_command"], "--step-seconds", "0.002")}
+    settings = {"model": str(folder), "load_format": "dummy", "max_worker_restarts": 0, "max_num_seqs": 6}
+    async with running_replicas(options, **settings) as engine:
+        first, second = engine.replicas
+        streams = [begin(first, f"r{i}", [97 + i, 5, 6]) for i in range(4)]
+        several = begin(first, "several", [9, 8, 7], n=3, temperature=1.0)  # one or two of them do not fit yet
+        waits = [begin(first, f"w{i}", [70 + i, 5, 6], n=3, temperature=1.0) for i in range(2)]
+        late = begin(first, "late", [3, 3, 3], timeout=0.3, max_tokens=500)
+        other = begin(second, "other", [4, 4, 4])
+        assert live_requests(engine) == [8, 1]
+        tasks = [asyncio.create_task(samples_of(stream)) for stream in (*streams, several, *waits, other)]
+        too_late = asyncio.create_task(samples_of(late))
+        await until(lambda: all(stream.num_generated_tokens > 9 for stream in streams))
+        os.kill(first.worker_pid, signal.SIGKILL)
+        await until(lambda: first.health() is not None)
+        assert live_requests(engine) == [0, 9] and engine.health() is None
+        for replica in engine.replicas:
+            replica.check_invariants()
+        found = await asyncio.gather(*tasks)
+        with pytest.raises(DeadlineError, match=r"its timeout of 0\.3 s"):
+            await too_late
+        prompts = [*([97 + i, 5, 6] for i in range(4)), [9, 8, 7], [70, 5, 6], [71, 5, 6], [4, 4, 4]]
+        for prompt, samples in zip(prompts, found, strict=True):
+            seeds = [(7 + index * SEED_STEP) % 2**64 for index in range(len(samples))]
+            assert samples == [expected_tokens(prompt, seed, 120) for seed in seeds]
+        assert [len(samples) for samples in found] == [1, 1, 1, 1, 3, 3, 3, 1]
+        assert engine.request_report("r0").completion_tokens == 120
+        assert not live_requests(engine)[1]
+        second.check_invariants()
+
+
+async def test_a_request_that_may_have_killed_the_workers_of_a_replica_does_not_move_on(folder):
+    deadly = ("--die-on-token", "250")
+    options = {"worker_command": (*FAKE_WORKER["worker_command"], *deadly)}
+    settings = {"model": str(folder), "load_format": "dummy", "max_worker_restarts": 1}
+    async with running_replicas(options, **settings) as engine:
+        first, second = engine.replicas
+        guilty = begin(first, "guilty", [250, 5, 6])
+        innocent = asyncio.create_task(samples_of(begin(first, "late", [5, 6], max_tokens=8)))
+        with pytest.raises(EngineError, match="The engine ended while this request ran"):
+            await samples_of(guilty)
+        assert first.health() is not None and second.health() is None
+        await asyncio.wait([innocent])
+        assert second.stats.worker_restarts.values[()] == 0
+
+
+async def test_a_fault_of_ours_does_not_strike_the_next_replica(folder, monkeypatch):
+    async with running_replicas(FAKE_WORKER, model=str(folder), load_format="dummy") as engine:
+        first, second = engine.replicas
+        monkeypatch.setattr(first.scheduler, "schedule", lambda: 1 / 0)
+        with pytest.raises(EngineError, match="an internal error ended the engine loop"):
+            await samples_of(begin(first, "r", [5, 6, 7]))
+        assert await samples_of(begin(engine, "next", [5, 6, 7])) and second.health() is None
