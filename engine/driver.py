@@ -703,9 +703,9 @@ class Driver:
 
     # The end of the engine.
 
-    def _fail_all(self, error: PageserveError) -> None:
+    def _fail_all(self, error: PageserveError, send_again: bool = True) -> None:
         if self._loaded is not None:
-            self._loaded.live.fail_all(error)
+            self._loaded.live.fail_all(error, send_again=send_again)
             self._loaded.adapters.fail_all(error)
 
     def _die(self, error: PageserveError) -> None:
@@ -716,9 +716,10 @@ class Driver:
         self._sleep.notify()
         self._in_flight.clear()
         self.grammars.detach()
-        if self.heirs is not None and isinstance(error, RestartsSpentError):  # a fault of ours would strike them, too
+        may_move = isinstance(error, RestartsSpentError)  # a fault of ours would strike the next engine, too
+        if may_move and self.heirs is not None:
             self.heirs(self)
-        self._fail_all(EngineError(f"The engine ended while this request ran: {error}."))
+        self._fail_all(EngineError(f"The engine ended while this request ran: {error}."), send_again=may_move)
         self._failed.set_result(error)
         if not self._ready.done():
             self._ready.set_exception(error)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 
-from engine.errors import DeadlineError, InvalidRequestError, PageserveError
+from engine.errors import DeadlineError, InvalidRequestError, PageserveError, UnavailableError
 from engine.executor.recovery import Recovery
 from engine.executor.step import StepPlan, StepResult
 from engine.outputs import FinishReason
@@ -21,6 +21,8 @@ from engine.scheduling.scheduler import Scheduler
 from engine.telemetry.request_log import RequestLog, StepMeter
 from engine.telemetry.stats import EngineStats
 from engine.text.tokenizer import Tokenizer
+
+NOT_BEGUN = "The engine ended before this request began. Send it again."
 
 
 class LiveRequests:
@@ -232,10 +234,12 @@ class LiveRequests:
         self._end_early(live, FinishReason.ERROR)
         live.stream.fail(error)
 
-    def fail_all(self, error: PageserveError) -> None:
-        """End every request with the same error."""
+    def fail_all(self, error: PageserveError, *, send_again: bool) -> None:
+        """The engine ends: end every request with this error. With `send_again`, those that no step has begun get an
+        UnavailableError: another server may compute them."""
         for live in self:
-            self.fail(live, error)
+            begun = any(seq.first_scheduled_time is not None for seq in live.sequences)
+            self.fail(live, error if begun or not send_again else UnavailableError(NOT_BEGUN))
 
     def fail_sequences(self, errors: Mapping[int, PageserveError]) -> None:
         """End the requests of some sequences, each with its error; sequences that have ended are left out."""

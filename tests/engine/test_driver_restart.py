@@ -15,7 +15,7 @@ import engine.executor.executor
 import engine.executor.process_state
 import engine.executor.recovery
 import engine.executor.step_durations
-from engine.errors import EngineError, InvalidRequestError, QueueFullError
+from engine.errors import EngineError, InvalidRequestError, QueueFullError, UnavailableError
 from engine.outputs import FinishReason
 from engine.request import Request
 from engine.sampling_params import BeamSearchParams, SamplingParams
@@ -312,7 +312,7 @@ async def test_drain_gives_up_during_a_restart(folder):
         await until(lambda: driver.phase == "restarting")
         [stream] = start(driver, 1)
         assert not await driver.drain(0.1)
-        with pytest.raises(EngineError, match="shut down"):
+        with pytest.raises(UnavailableError, match="before this request began"):
             await collect(stream)
 
 

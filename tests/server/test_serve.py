@@ -155,6 +155,31 @@ def test_what_outlasts_the_drain_gets_an_error_event_and_the_status_is_still_0(f
         assert "error" in events(reader.text)[-1]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_still_waits_at_the_end_of_the_drain_may_be_sent_to_another_server(folder, stream):
+    with Process(folder, "--step-seconds", "0.05", drain_timeout=0.5, max_num_seqs=1) as server:
+        url = server.wait_ready()
+        runs = Reader(url, max_tokens=400)
+        answers = []
+
+        def ask():
+            with httpx.Client(base_url=url, timeout=30) as client:
+                answers.append(client.post("/v1/completions", json=body(max_tokens=4, stream=stream)))
+
+        waits = threading.Thread(target=ask)
+        waits.start()
+        time.sleep(0.5)
+        server.send(signal.SIGTERM)
+        waits.join(20)
+        runs.join(20)
+        assert server.exit_status() == 0
+    assert events(runs.text)[-1]["error"]["code"] == "engine_error", "its client has tokens"
+    [answer] = answers
+    [error] = [event["error"] for event in events(answer.text)] if stream else [answer.json()["error"]]
+    assert answer.status_code == (200 if stream else 503) and error["code"] == "service_unavailable"
+    assert error["message"] == "The engine ended before this request began. Send it again."
+
+
 def test_a_second_signal_ends_it_at_once_with_another_status(folder):
     with Process(folder, "--step-seconds", "0.02") as server:
         reader = Reader(server.wait_ready(), max_tokens=400)
