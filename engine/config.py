@@ -284,9 +284,10 @@ class EngineConfig:
     def _check_speculation(self) -> None:
         if self.max_draft_tokens and self.serves_adapters:
             raise ConfigError("speculative: drafts are not served with LoRA adapters; leave one of the two out.")
-        if self.max_draft_tokens and self.max_num_seqs == 1:
-            least = 1 + self.max_draft_tokens
-            raise ConfigError(f"speculative: drafts take rows of other sequences; set max_num_seqs to {least} or more.")
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            if self.max_draft_tokens and getattr(self, name) == 1:
+                least = 1 + self.max_draft_tokens
+                raise ConfigError(f"speculative: drafts take rows of other sequences; set {name} to {least} or more.")
         if not self.draft_model:
             return
         if self.tensor_parallel_size > 1:

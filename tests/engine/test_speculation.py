@@ -112,7 +112,8 @@ async def test_a_draft_model_with_other_tokens_is_refused(tmp_path):
     await driver.stop()
 
 
-def test_drafts_need_rows_beside_that_of_the_sequence():
-    with pytest.raises(ConfigError, match=r"^speculative: .* set max_num_seqs to 9 or more"):
-        EngineConfig(model="", speculative="ngram:8", max_num_seqs=1)
-    assert EngineConfig(model="", speculative="ngram:8", max_num_seqs=2).max_draft_tokens == 8
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens"])
+def test_drafts_need_rows_beside_that_of_the_sequence(name):
+    with pytest.raises(ConfigError, match=rf"^speculative: .* set {name} to 9 or more"):
+        EngineConfig(model="", speculative="ngram:8", **{name: 1})
+    assert EngineConfig(model="", speculative="ngram:8", **{name: 2}).max_draft_tokens == 8
