@@ -31,6 +31,7 @@ from tests.sim.worker import SimWorker
 # The engine has shorter times, which make many more turns of the loop.
 LOOK_SECONDS = 2.0
 TICK_SECONDS = 3.0
+ROUNDING = 1e-6  # seconds: sums of times differ in their last bits
 
 
 class SimWriter:
@@ -148,7 +149,8 @@ class SimExecutor(Executor):
         if worker.hung:  # perhaps while it was stopped
             return
         least, most = (STOPPED_LOOKS - 1) * LOOK_SECONDS, STOPPED_LOOKS * LOOK_SECONDS
-        require(least <= seconds <= most, "watch", f"killed when it was stopped for {seconds:.1f} s")
+        in_time = least - ROUNDING <= seconds <= most + ROUNDING
+        require(in_time, "watch", f"killed when it was stopped for {seconds:.1f} s")
 
     def _check_patience(self, worker: SimWorker, now: float) -> None:
         timeout, interval = self._config.step_timeout, self.watch.interval
