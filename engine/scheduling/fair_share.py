@@ -382,7 +382,7 @@ class FairShare:
         """
         num_rows, num_blocks = 1, self._blocks.num_blocks_for(seq.num_tokens)
         if seq.group is not None:
-            num_rows = seq.group.num_rows_to_start
+            num_rows = min(seq.group.num_rows_to_start, self.max_num_seqs)  # the other samples follow one by one
             num_blocks = num_blocks if seq.group.running else self._blocks.num_blocks_together(seq.group.waiting)
         missing_rows = num_rows_in_use + num_rows - self.max_num_seqs
         missing_blocks = num_blocks + spare - len(self._blocks.free_blocks)

@@ -78,13 +78,13 @@ def prompt(rng, length):
 
 
 class ForkLoop(Loop):
-    def add_samples(self, tokens, n, max_tokens=8, **params):
+    def add_samples(self, tokens, n, max_tokens=8, tenant="", weight=1.0, **params):
         params = SamplingParams(max_tokens=max_tokens, **params)
         seqs = []
         for _ in range(n):
             number, self._next_id = self._next_id, self._next_id + 1
-            limit = len(tokens) + max_tokens
-            seqs.append(Sequence(number, tokens, params, seed=number, max_num_tokens=limit, arrival=number))
+            limits = {"seed": number, "max_num_tokens": len(tokens) + max_tokens, "arrival": number}
+            seqs.append(Sequence(number, tokens, params, **limits, tenant=tenant, weight=weight))
         self.scheduler.add(seqs[0], seqs[1:])
         return seqs
 

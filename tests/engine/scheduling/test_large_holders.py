@@ -60,6 +60,18 @@ def test_samples_of_many_prompts_give_way_one_by_one(depth):
     loop.check_finished([*samples, *small])
 
 
+def test_a_request_with_more_samples_than_rows_gets_the_rows_of_one_long_sequence():
+    """Its first sample ends, and a sequence of a tenant with a quarter of its weight takes the only row."""
+    loop = Holders(num_blocks=400, depth=1, max_num_seqs=1, max_num_batched_tokens=64)
+    samples = loop.add_samples(prompt(random.Random(0), 10), 3, max_tokens=3, tenant="other", weight=4.0)
+    long = loop.add(prompt(random.Random(1), 10), max_tokens=300)
+    while not all(seq.status is SequenceStatus.FINISHED for seq in samples):
+        assert loop.step()
+    assert long.num_generated_tokens < 30
+    loop.run()
+    loop.check_finished([*samples, long])
+
+
 def test_samples_that_hold_all_blocks_give_way_and_are_then_preempted_before_the_small_request():
     """Sixteen samples outgrow the pool. The blocks that they need next are their own, not those of the visitor."""
     loop = Holders(num_blocks=100, depth=1, max_num_seqs=32, max_num_batched_tokens=64)
