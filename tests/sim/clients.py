@@ -1,12 +1,14 @@
 """Clients of the Driver level: they read their streams, slowly some of them, and compare with the oracle."""
 
 import asyncio
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.driver import Driver
 from engine.errors import (
     ContextLengthError,
+    DeadlineError,
     InvalidRequestError,
     PageserveError,
     QueueFullError,
@@ -15,10 +17,13 @@ from engine.errors import (
 from engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from engine.request import Request
 from engine.requests.stream import RequestStream
-from tests.sim.model import EOS_TOKEN_ID, Reference
+from tests.sim.model import EOS_TOKEN_ID, Reference, mix
 from tests.sim.monitor import Monitor
 from tests.sim.swarm import Arrival
 from tests.sim.violation import Violation, fail, require
+
+TIMEOUT_EVERY, LONGEST_TIMEOUT = 12, 60  # one request in so many has a timeout, of up to so many seconds
+GROUP_EVERY, GROUP_SIZES = 6, (2, 5, 1 << 30)  # and one in so many wants several tokens at a time
 
 
 @dataclass
@@ -53,6 +58,7 @@ class Client:
     stream: RequestStream
     samples: list[Received]
     limit: int  # tokens that it may have, when it was accepted
+    deadline: float = math.inf
     aborted: bool = False
     left: bool = False
     last: RequestOutput | None = None
@@ -69,6 +75,8 @@ class Clients:
         """Ask for a request; the task of its reader, if it was accepted."""
         name = f"request-{arrival.index}"
         arrival = self._with_present_weights(arrival)
+        drawn = mix(self.monitor.config.seed, 7 + arrival.index)
+        timeout = None if drawn % TIMEOUT_EVERY else 0.5 + (drawn >> 8) % LONGEST_TIMEOUT
         request = Request(
             name,
             arrival.prompt,
@@ -79,6 +87,7 @@ class Clients:
             tenant=arrival.tenant,
             weight=arrival.weight,
             adapter=arrival.adapter,
+            timeout=timeout,
         )
         try:
             stream = self.driver.generate(request)
@@ -101,6 +110,10 @@ class Clients:
             self.monitor.max_num_tokens[arrival.index] = self.monitor.limit
         client = Client(arrival, stream, [Received() for _ in range(arrival.params.n)], self._limit_of(arrival))
         self.by_name[name] = client
+        if timeout is not None:
+            client.deadline = asyncio.get_running_loop().time() + timeout
+        if (drawn >> 16) % GROUP_EVERY == 0:
+            stream.group(GROUP_SIZES[(drawn >> 24) % len(GROUP_SIZES)])
         if arrival.params.greedy and arrival.params.n > 1 and arrival.beam is None:
             self.monitor.saw("equal greedy samples computed once")
         if arrival.index % 7 == 3 and stream.sequences()[0] in self.monitor.waits_for_disk:
@@ -177,6 +190,8 @@ class Clients:
         leave_after = client.arrival.leave_after
         async for output in client.stream:
             client.last = output
+            late = asyncio.get_running_loop().time() > client.deadline
+            require(client.stream.finished or not late, "deadline", f"{name} outlives its deadline")
             for part in output.outputs:
                 self._take(f"{name}[{part.index}]", client, part)
             if leave_after is not None and sum(len(s.token_ids) for s in client.samples) >= leave_after:
@@ -206,6 +221,11 @@ class Clients:
         reasons = [sample.finish_reason for sample in client.samples]
         self.monitor.record(name, reasons, str(failure), [sample.token_ids for sample in client.samples])
         if client.left:
+            return
+        if isinstance(failure, DeadlineError):
+            is_late = asyncio.get_running_loop().time() >= client.deadline
+            require(is_late and not self.driver.is_live(name), "deadline", f"{name} ended early, or goes on: {failure}")
+            self.monitor.saw("request ended at its deadline")
             return
         if failure is not None:
             index = client.arrival.index

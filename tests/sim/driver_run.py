@@ -228,8 +228,7 @@ class DriverRun:
     async def _sleep(self, event: Sleep) -> None:
         driver = self.driver
         with suppress(UnavailableError):  # it drains
-            has_tier = driver.scheduler.block_manager.host_tier is not None
-            await driver.sleep(2 if has_tier else event.level)
+            await driver.sleep(event.level)
             if driver.sleep_level:
                 self.monitor.saw("model sleeps with live requests" if driver.num_live_requests else "idle model sleeps")
             await asyncio.sleep(event.seconds)

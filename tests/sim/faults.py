@@ -177,6 +177,20 @@ MUTANTS = (
         "pass",
     ),
     Mutant("failure of a request not told", LiveRequests, "fail", "live.stream.fail(error)", "pass"),
+    Mutant(
+        "deadline outlives its request", LiveRequests, "_retire", "self._deadlines.clear(request.request_id)", "pass"
+    ),
+    Mutant(
+        "request outlives its deadline", LiveRequests, "_expire", "self._end_early(live, FinishReason.ABORT)", "pass"
+    ),
+    Mutant(
+        "host tier outlives the sleep of another Worker",
+        Driver,
+        "_rest",
+        "keep_host_tier=executor is self.supervisor.executor",
+        "keep_host_tier=True",
+        for_driver=True,
+    ),
     # Adapters.
     Mutant("more adapters than slots", Admission, "_has_slot", "< self.max_loras", "<= self.max_loras"),
     Mutant(

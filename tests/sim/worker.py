@@ -63,6 +63,7 @@ class SimWorker:
         self._kinds = monitor.compiled  # by this Worker or one before: what is compiled is kept on the disk
         self._config, self._monitor, self._reader, self._folder = config, monitor, reader, folder
         self._host: SimHost | None = None
+        self._memory: KvMemory | None = None  # since it first loaded
         self._plans: deque[StepPlan] = deque()
         self._fetches: deque[FetchBlocks] = deque()  # that came while it was stopped
         self._sleep: SleepWorker | None = None
@@ -211,13 +212,18 @@ class SimWorker:
         self._timer = None
         self.ready = True
         config, (num_blocks, num_host_blocks) = self._config, self._sizes()
+        if self._memory is not None:
+            num_host_blocks = len(self._memory.host)
         if self._host is not None:
             memory = self._host.allocate(num_blocks, num_host_blocks)
             if self._host.digests and self.pid:
                 self._monitor.saw("restarted Worker finds blocks on the disk")
         else:
             memory = KvMemory(num_blocks, num_host_blocks, config.block_size)
-        self._monitor.memory = memory
+        if self._memory is not None and num_host_blocks:
+            memory.host[:] = self._memory.host
+            self._monitor.saw("host tier outlives a sleep")
+        self._monitor.memory = self._memory = memory
         costs: CacheCosts | None = config.cache_costs
         self._answer(
             WorkerReady(
@@ -262,7 +268,7 @@ class SimWorker:
             self._timer = self._later(STEP_SECONDS, self._fall_asleep)
 
     def _fall_asleep(self) -> None:
-        """At level 1 it waits to be woken; it has no host tier then (tests/sim/driver_run.py)."""
+        """At level 1 it keeps its host tier and waits to be woken."""
         self._timer = None
         sleep, self._sleep = self._sleep, None
         if sleep.flush is not None and self._host is not None:
