@@ -17,8 +17,10 @@ from engine.checkpoint.json_files import read_json_object
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError
 from engine.executor.step import (
+    ONE_PLACE,
     GrammarPrepared,
     NewSequence,
+    Place,
     PrepareGrammar,
     SequenceStep,
     SideMessage,
@@ -248,13 +250,13 @@ def _pooling(sequence: NewSequence) -> Pooling:
 
 
 def load_encoder(
-    config: EngineConfig, model_dir: Path, model: ModelConfig, progress: Callable[[str], None]
+    config: EngineConfig, model_dir: Path, model: ModelConfig, progress: Callable[[str], None], place: Place = ONE_PLACE
 ) -> tuple[EncoderRunner, WorkerReady]:
-    """Load the weights. Raises ConfigError and ModelError."""
+    """Load the weights. `place`: of the replica, whose GPU it takes. Raises ConfigError and ModelError."""
     if config.serves_adapters:
         raise ConfigError("lora: an encoder is served without adapters; leave lora and allow_runtime_lora out.")
     _refuse_cache_settings(config)
-    device = resolve_device(config.device)
+    device = resolve_device(config.device, place.gpu)
     dtype = resolve_dtype(config, model, device)
     longest = encoder_max_len(config, model_dir, model)
     check_encoder_fits(model, dtype, device)

@@ -59,7 +59,7 @@ def load_resident(
     """Load the weights, size and allocate the KV cache, warm up. Raises ConfigError and ModelError."""
     model = read_model_config(model_dir, config.quantization, place.rank, place.size)
     if not model.causal:
-        return ResidentEncoder(*load_encoder(config, model_dir, model, progress))
+        return ResidentEncoder(*load_encoder(config, model_dir, model, progress, place))
     clock = StartClock()
     clock.start("load")
     loaded = load_decoder(config, model_dir, model, progress, place, draft_dir)

@@ -19,7 +19,7 @@ from transformers import (
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError, ModelError
-from engine.executor.step import NewSequence, SequenceStep, StepPlan, StepResult
+from engine.executor.step import NewSequence, Place, SequenceStep, StepPlan, StepResult
 from engine.models import encoder
 from engine.models.dense import load_dense
 from engine.models.families import model_config, read_model_config
@@ -249,6 +249,15 @@ def test_a_decoder_with_its_head_that_attends_to_later_tokens(tmp_path):
     texts = prompts(*LENGTHS)
     for ids, ours in zip(texts, vectors(run(load(tmp_path), texts, Pooling("last"))), strict=True):
         np.testing.assert_allclose(ours, oracle_vector(oracle.model, ids, Pooling("last")), **TOLERANCE)
+
+
+def test_each_replica_takes_a_gpu_of_its_own(tmp_path, monkeypatch):
+    save_encoder("bert", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    config, second = EngineConfig(model=str(tmp_path)), Place(first_gpu=1)
+    with pytest.raises(ConfigError, match="every replica needs a GPU of its own, torch finds 1"):
+        load_runner(config, tmp_path, [], lambda phase: None, place=second)
 
 
 @pytest.mark.parametrize(
