@@ -128,7 +128,8 @@ def _report(channel: Channel, work: "Callable[[], Resident]") -> "Resident | Non
     try:
         resident = work()
     except PageserveError as error:
-        channel.send(WorkerFailed(type(error).__name__, str(error)))
+        known = next(kind for kind in type(error).__mro__ if kind.__module__ == PageserveError.__module__)
+        channel.send(WorkerFailed(known.__name__, str(error)))
         return None
     except (BrokenPipeError, ConnectionResetError):
         raise

@@ -169,6 +169,11 @@ def test_a_wrong_setting_fails_with_its_name(worker, model_dir):
     assert (message.kind, "--max-model-len 128" in message.message) == ("ConfigError", True)
 
 
+def test_a_setting_that_does_not_fit_is_a_wrong_setting(worker, model_dir):
+    _, message = worker.start(model_dir, replace(CONFIG, num_blocks=4, max_model_len=64))
+    assert (message.kind, "--max-model-len 32" in message.message) == ("ConfigError", True)
+
+
 def test_a_driver_that_leaves_while_loading_ends_it(worker, model_dir):
     worker.send(StartWorker(CONFIG, str(model_dir), [2]))
     assert worker.receive() == LoadProgress("importing")
