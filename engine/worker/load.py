@@ -3,7 +3,8 @@
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from engine.models.families import read_model_config
 from engine.models.loading.load import slot_bytes, weight_bytes
 from engine.worker.cache.host_cache import HostCache, block_copier, open_host_cache
 from engine.worker.cache.kv_cache import (
+    DoesNotFitError,
     KVCacheSize,
     allocate_kv_caches,
     num_host_blocks,
@@ -33,6 +35,21 @@ from engine.worker.model_runner import ModelRunner
 logger = logging.getLogger(__name__)
 
 
+@contextmanager
+def naming_lack_of_memory() -> Iterator[None]:
+    """Raise a ConfigError with the settings that take memory if the GPU has too little for the work inside."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        logger.exception("loading failed")
+        found = str(error).partition(" Including ")[0]  # the rest counts torch's own caches
+        raise DoesNotFitError(
+            f"the GPU has too little memory: {found}",
+            "Use a lower --max-num-batched-tokens, --max-num-seqs or --gpu-memory-utilization, a smaller or a "
+            "quantised model, or end other programs on this GPU.",
+        ) from None
+
+
 def load_runner(
     config: EngineConfig,
     model_dir: Path,
@@ -47,6 +64,7 @@ def load_runner(
     return resident.take_runner(), resident.ready
 
 
+@naming_lack_of_memory()
 def load_resident(
     config: EngineConfig,
     model_dir: Path,
@@ -102,8 +120,9 @@ class Resident(ABC):
         else:
             return_freed_memory()
 
+    @naming_lack_of_memory()
     def wake(self, progress: Callable[[str], None]) -> None:
-        """Undo `sleep`. Raises ConfigError where the KV cache no longer fits."""
+        """Undo `sleep`. Raises ConfigError where weights, steps and KV cache no longer fit."""
         if self._offloaded is not None:
             progress("loading weights")
             self._offloaded.restore()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import engine.worker.encoder_runner as encoder_runner
+import engine.worker.load as load
 import engine.worker.loaded as loaded
 import engine.worker.memory_plan as memory_plan
 from benchmarks.formats.gguf_writer import write_gguf
@@ -87,3 +88,18 @@ def test_a_second_copy_of_the_weights_needs_room(tmp_path: Path, monkeypatch: py
     check_weights_fit(config, model, torch.bfloat16, CPU, compressed=999)
     with pytest.raises(DoesNotFitError, match="no room for the weights"):
         check_weights_fit(config, model, torch.bfloat16, CPU, compressed=1000)
+
+
+def test_a_gpu_without_memory_for_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model("llama", tmp_path)
+
+    def profile(loaded: Any) -> None:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 11.76 GiB of which 1.20 GiB "
+            "is free. Including non-PyTorch memory, this process has 10.50 GiB memory in use."
+        )
+
+    monkeypatch.setattr(load, "size_cache", profile)
+    config = EngineConfig(model=str(tmp_path), device="cpu")
+    with pytest.raises(ConfigError, match=r"which 1\.20 GiB is free\. Use a lower --max-num-batched-tokens, "):
+        load.load_resident(config, tmp_path, [], lambda phase: None)
