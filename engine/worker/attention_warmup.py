@@ -75,8 +75,8 @@ def warm_up_steps(
 ) -> Iterator[tuple[Tensor, BatchMetadata]]:
     """Yields (input_ids, metadata) of steps of one sequence, and of as many decodes as may share keys. Together they
     launch every variant that later steps can launch: decode, the reduction of chunks, each tile of prefill, and the
-    last layer's decode of the output row. Large tiles of prefill are for prompts that fill the device; a device without
-    SMs is filled by a short one.
+    last layer's decode of one output row and of several. Large tiles of prefill are for prompts that fill the device; a
+    device without SMs is filled by a short one.
 
     Every token is 0 and its keys are read from block 0.
     """
@@ -89,20 +89,26 @@ def warm_up_steps(
         if n * shape.group > SMALL_ROWS:
             yield _step(n, -(-n // shape.block_size), 1, replace(plan, num_sms=0), device)
     if len(plan.row_starts) > LEAST_MEMBERS:
-        yield _decodes(LEAST_MEMBERS, max_blocks, plan, device)
+        for has_outputs in (False, True):
+            yield _decodes(LEAST_MEMBERS, max_blocks, has_outputs, plan, device)
 
 
-def _decodes(num_seqs: int, num_blocks: int, plan: AttentionPlan, device: torch.device) -> tuple[Tensor, BatchMetadata]:
-    """The first token of each sequence."""
+def _decodes(
+    num_seqs: int, num_blocks: int, has_outputs: bool, plan: AttentionPlan, device: torch.device
+) -> tuple[Tensor, BatchMetadata]:
+    """The first token of each sequence. has_outputs: the last layer computes them as output rows."""
     rows = torch.zeros(num_seqs, dtype=torch.int64, device=device)
+    tables = torch.zeros((num_seqs, num_blocks), dtype=torch.int32, device=device)
+    seq_lens = torch.ones(num_seqs, dtype=torch.int32, device=device)
     metadata = BatchMetadata(
         positions=rows,
         slot_mapping=rows - 1,
         num_decodes=num_seqs,
-        block_tables=torch.zeros((num_seqs, num_blocks), dtype=torch.int32, device=device),
-        seq_lens=torch.ones(num_seqs, dtype=torch.int32, device=device),
+        block_tables=tables,
+        seq_lens=seq_lens,
         cu_seqlens_q=torch.zeros(1, dtype=torch.int32, device=device),
         max_seqlen_q=0,
+        outputs=OutputRows(rows, tables, seq_lens) if has_outputs else None,
         plan=plan,
     )
     return rows, metadata

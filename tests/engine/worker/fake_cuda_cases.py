@@ -85,7 +85,7 @@ def make_runner(cuda, make_decoder, monkeypatch):
     monkeypatch.setattr(StepSampler, "_sample_row", one_at_a_time)
 
     def make(name, kv_format=None, batch_invariant=False, num_slots=0, flashinfer=False, lora=None, drafts=False,
-             quantization=None):  # fmt: skip
+             quantization=None, graphs=True):  # fmt: skip
         """Warm, with all graphs recorded; from then on nothing may be compiled or waited for."""
         (model, decoder), queue = make_decoder(name, batch_invariant, lora, quantization), FakeCudaQueue(cuda)
         if quantization is not None:
@@ -94,7 +94,7 @@ def make_runner(cuda, make_decoder, monkeypatch):
         host_cache = HostCache(block_copier(caches), num_slots, queue.device, queue=queue)
         buckets = BucketSettings(LIMITS.max_num_seqs, LIMITS.max_num_seqs, MIXED_TOKENS,
                                  LENGTH // BLOCK_SIZE, model.hidden_size, torch.bfloat16,
-                                 graphs=not flashinfer)  # fmt: skip
+                                 graphs=graphs and not flashinfer)  # fmt: skip
         prefill = None
         if flashinfer:
             size = prompt_attention(EngineConfig(block_size=BLOCK_SIZE), model, torch.bfloat16)
@@ -112,7 +112,7 @@ def make_runner(cuda, make_decoder, monkeypatch):
         runner.record_graphs()
         while runner.use_idle_time():
             pass
-        assert runner.buckets.graphs.enabled or flashinfer, "a graph could not be recorded"
+        assert runner.buckets.graphs.enabled == buckets.graphs, "a graph could not be recorded"
         cuda.quiet = cuda.may_compile = False
         return runner
 
@@ -256,6 +256,19 @@ def test_prompts_of_flashinfer(make_runner, cuda, monkeypatch, name):
     assert len(package.plans) == 2 * len(windows), "two steps have prefills"
     assert 0 < cuda.launched.count("flashinfer") <= 2 * config.num_layers
     assert "prefill_attention_kernel" not in cuda.launched and "paged_attention_kernel" in cuda.launched
+
+
+def test_prompts_of_several_sequences_in_a_step_without_a_graph(make_runner, cuda):
+    """The last layer computes an output row of each."""
+    runner, ids = make_runner("llama", graphs=False), range(6)
+    cuda.launched.clear()
+    driver = StrictDriver(runner)
+    for i in ids:
+        driver.add(i, [1] * 9, GREEDY)
+    driver.step(dict.fromkeys(ids, 9))
+    driver.step(dict.fromkeys(ids, 1))
+    driver.take()
+    assert {"prefill_attention_kernel", "windows_kernel"} <= set(cuda.launched) and "graph" not in cuda.launched
 
 
 def test_sampling_parameters(make_runner):
