@@ -55,6 +55,32 @@ QWEN_FIRST = {**QWEN_7B, "hidden_size": None, "n_embd": 4096, "num_attention_hea
 INTERNLM_20B = {**LLAMA_7B, "architectures": ["InternLMForCausalLM"], "model_type": "internlm", "bias": False,
                 "rotary": {"base": 10000, "type": "dynamic"}}  # fmt: skip
 
+GRANITE_4_MICRO = {"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid",
+                   "attention_bias": False, "attention_multiplier": 0.015625, "embedding_multiplier": 12,
+                   "hidden_act": "silu", "hidden_size": 2560, "intermediate_size": 8192, "layer_types":
+                   ["attention"] * 40, "logits_scaling": 10, "mamba_d_state": 256, "max_position_embeddings": 131072,
+                   "num_attention_heads": 40, "num_experts_per_tok": 0, "num_hidden_layers": 40,
+                   "num_key_value_heads": 8, "num_local_experts": 0, "position_embedding_type": "rope",
+                   "residual_multiplier": 0.22, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 10000000,
+                   "shared_intermediate_size": 8192, "tie_word_embeddings": True, "vocab_size": 100352}  # fmt: skip
+HUNYUAN_A13B = {**LLAMA_7B, "architectures": ["HunYuanMoEV1ForCausalLM"], "model_type": "hunyuan_v1_moe",
+                "num_experts": 64, "moe_topk": [8] * 32, "moe_intermediate_size": [3072] * 32, "num_shared_expert":
+                [1] * 32, "intermediate_size": 3072, "moe_layer_num_skipped": 0, "use_mixed_mlp_moe": True,
+                "use_cla": False, "use_qk_norm": True, "head_dim": 128, "num_key_value_heads": 8, "rope_scaling":
+                {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                 "type": "dynamic"}, "max_position_embeddings": 32768, "tie_word_embeddings": True}  # fmt: skip
+MINIMAX_M2 = {**LLAMA_7B, "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "head_dim": 128,
+              "hidden_size": 3072, "intermediate_size": 1536, "num_attention_heads": 48, "num_key_value_heads": 8,
+              "num_hidden_layers": 62, "num_local_experts": 256, "num_experts_per_tok": 8, "rotary_dim": 64,
+              "rope_theta": 5000000, "scoring_func": "sigmoid", "shared_intermediate_size": 0, "use_qk_norm": True,
+              "qk_norm_type": "per_layer", "use_routing_bias": True, "attn_type_list": [1] * 62}  # fmt: skip
+EXAONE_3_5 = {"architectures": ["ExaoneForCausalLM"], "model_type": "exaone", "activation_function": "silu",
+              "attention_dropout": 0.0, "head_dim": 80, "hidden_size": 2560, "intermediate_size": 7168,
+              "layer_norm_epsilon": 1e-5, "max_position_embeddings": 32768, "num_attention_heads": 32, "num_layers": 30,
+              "num_key_value_heads": 8, "rope_scaling": {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+              "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 1000000,
+              "tie_word_embeddings": True, "vocab_size": 102400}  # fmt: skip
+
 
 @pytest.mark.parametrize(
     ("raw", "fields"),
@@ -73,6 +99,13 @@ INTERNLM_20B = {**LLAMA_7B, "architectures": ["InternLMForCausalLM"], "model_typ
         (QWEN_7B | {"use_dynamic_ntk": False, "use_logn_attn": False}, {"max_position_embeddings": 32768}),
         (QWEN_FIRST, {"max_position_embeddings": 2048, "hidden_size": 4096, "intermediate_size": 11008}),
         (INTERNLM_20B, {"qkv_bias": False, "out_bias": False, "rope_scaling": None, "max_position_embeddings": 2048}),
+        (
+            GRANITE_4_MICRO,
+            {"head_dim": 64, "moe": None, "nope_layers": (), "attn_scale": 0.015625, "logits_scale": 0.1},
+        ),
+        (EXAONE_3_5, {"num_layers": 30, "head_dim": 80, "norm_eps": 1e-5, "tie_embeddings": True, "rope_theta": 1e6}),
+        (MINIMAX_M2, {"rotary_dim": 64, "qk_norm": "all", "num_layers": 62, "rope_theta": 5e6}),
+        (HUNYUAN_A13B, {"qk_norm_after_rope": True, "num_kv_heads": 8, "intermediate_size": 3072}),
     ],
 )
 def test_published_config(raw: dict[str, Any], fields: dict[str, Any]) -> None:
@@ -93,6 +126,17 @@ def test_published_config(raw: dict[str, Any], fields: dict[str, Any]) -> None:
         (BAICHUAN2_13B, {"tie_word_embeddings": True}, "tie_word_embeddings is not served where lm_head is normal"),
         (BAICHUAN2_13B, {"model_max_length": None}, "has no model_max_length"),
         (INTERNLM_20B, {"rotary": {"type": "linear"}}, "rotary: type 'linear' is not served; known are origin, dyn"),
+        (
+            GRANITE_4_MICRO,
+            {"layer_types": ["mamba", "attention"] * 20},
+            r"recurrent states \(Mamba\), and only layer_ty",
+        ),
+        (GRANITE_4_MICRO, {"layer_types": None}, r"recurrent states \(Mamba\)"),
+        (GRANITE_4_MICRO, {"num_local_experts": 64}, "num_local_experts = 64 is not supported"),
+        (GRANITE_4_MICRO, {"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi' is not supported"),
+        (HUNYUAN_A13B, {"moe_topk": [8, 4] * 16}, "moe_topk must be the same for every layer"),
+        (HUNYUAN_A13B, {"num_shared_expert": [2] * 32}, "num_shared_expert = 2 is not supported"),
+        (MINIMAX_M2, {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
     ],
 )
 def test_fields_that_are_refused(raw: dict[str, Any], fields: dict[str, Any], message: str) -> None:

@@ -114,6 +114,9 @@ INTERNLM2 |= {"max_position_embeddings": 128, "num_key_value_heads": 2, "rope_th
 QWEN = {**SIZES, "architectures": ["QWenLMHeadModel"], "model_type": "qwen", "layer_norm_epsilon": 1e-6}
 QWEN |= {"kv_channels": 12, "seq_length": 128, "max_position_embeddings": 512, "no_bias": True, "rotary_pct": 1.0}
 QWEN |= {"rotary_emb_base": 10000, "use_dynamic_ntk": True, "use_logn_attn": True, "scale_attn_weights": True}
+EXAONE = {**SIZES, "architectures": ["ExaoneForCausalLM"], "model_type": "exaone", "layer_norm_epsilon": 1e-5}
+EXAONE |= {"num_layers": 2, "activation_function": "silu", "max_position_embeddings": 128, "num_key_value_heads": 2}
+EXAONE |= {"rope_theta": 1000000, "head_dim": 12}
 REFERENCES: dict[str, dict[str, Any]] = {
     "aquila": AQUILA,
     "aquila2": {**AQUILA, "architectures": ["AquilaForCausalLM"], "num_key_value_heads": 2},
@@ -134,6 +137,7 @@ REFERENCES: dict[str, dict[str, Any]] = {
     "internlm2": INTERNLM2,
     "internlm2_5": {**INTERNLM2, "rope_theta": 50000000, "rope_scaling": {"type": "dynamic", "factor": 2.5}},
     "qwen": QWEN,
+    "exaone": {name: EXAONE[name] for name in EXAONE if name not in ("num_hidden_layers", "hidden_act")},
 }  # fmt: skip
 
 
@@ -165,7 +169,19 @@ NAMES = {
         "ln_1 ln_2 attn.c_proj mlp.w2 mlp.w1 mlp.c_proj attn.c_attn",
         "transformer.wte", "transformer.ln_f", "lm_head",
     ),
+    "exaone": Names(
+        "transformer.h.{}",
+        "ln_1 ln_2 attn.attention.out_proj mlp.c_fc_0 mlp.c_fc_1 mlp.c_proj attn.attention.q_proj "
+        "attn.attention.k_proj attn.attention.v_proj",
+        "transformer.wte", "transformer.ln_f", "lm_head",
+    ),
 }  # fmt: skip
+
+
+def num_layers(config: dict[str, Any]) -> int:
+    """EXAONE 3 has a name of its own for it."""
+    layers: int = config["num_layers"] if config["model_type"] == "exaone" else config["num_hidden_layers"]
+    return layers
 
 
 def reference_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -181,7 +197,7 @@ def reference_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if kind == "internlm" and not config["bias"]:
         biases = ()
     shapes: dict[str, tuple[int, ...]] = {f"{names.embedding}.weight": (vocab, hidden)}
-    for layer in range(config["num_hidden_layers"]):
+    for layer in range(num_layers(config)):
         for role, name in names.layer.items():
             shapes[f"{name.format(layer)}.weight"] = modules[role]
             if role in biases:
@@ -212,7 +228,7 @@ class Reference(torch.nn.Module):
         """ids int64 [1, length] -> logits [1, length, vocab]."""
         config, names = self.config, NAMES[self.config["model_type"]]
         x = self._weight(names.embedding)[ids[0]]
-        for layer in range(config["num_hidden_layers"]):
+        for layer in range(num_layers(config)):
             block = {role: name.format(layer) for role, name in names.layer.items()}
             x = x + self._linear(block["out"], self._attend(self._norm(block["norm1"], x), block))
             h = self._norm(block["norm2"], x)

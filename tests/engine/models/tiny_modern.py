@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import transformers
 from transformers import (
     ApertusConfig,
     ArceeConfig,
@@ -12,6 +13,7 @@ from transformers import (
     Exaone4Config,
     Glm4Config,
     GlmConfig,
+    GraniteMoeHybridConfig,
     HunYuanDenseV1Config,
     Ministral3Config,
     MinistralConfig,
@@ -51,6 +53,8 @@ MINISTRAL3 |= {"original_max_position_embeddings": 8}  # queries of several peri
 MIXED = ["full_attention", "sliding_attention", "full_attention"]
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 32}
+GRANITE: dict[str, Any] = {"num_local_experts": 0, "layer_types": ["full_attention"] * 3, "mamba_n_heads": 4}
+GRANITE |= {"embedding_multiplier": 12.0, "attention_multiplier": 0.25, "residual_multiplier": 0.22}
 CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "seed_oss": lambda: _tiny(SeedOssConfig, head_dim=12),
     "seed_oss_biases": lambda: _tiny(
@@ -74,6 +78,25 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "hunyuan": lambda: _tiny(HunYuanDenseV1Config, head_dim=16),
     "hunyuan_alpha": lambda: _tiny(
         HunYuanDenseV1Config, head_dim=12, attention_bias=True, **_rope(rope_type="dynamic", alpha=1000.0, factor=1.0)
+    ),
+    "granite4": lambda: _tiny(
+        GraniteMoeHybridConfig,
+        **GRANITE,
+        logits_scaling=6.0,
+        shared_intermediate_size=40,
+        position_embedding_type="rope",
+    ),
+    "granite4_nope": lambda: _tiny(GraniteMoeHybridConfig, **GRANITE, tie_word_embeddings=True, attention_bias=True),
+    "hyperclovax": lambda: _tiny(
+        transformers.HyperCLOVAXConfig, embedding_multiplier=6.0, attention_multiplier=0.25, logits_scaling=0.3
+    ),
+    "hyperclovax_no_post_norm": lambda: _tiny(
+        transformers.HyperCLOVAXConfig,
+        use_post_norm=False,
+        residual_multiplier=0.22,
+        head_dim=16,
+        attention_bias=True,
+        mlp_bias=True,
     ),
     "ministral": lambda: _tiny(MinistralConfig, head_dim=16, sliding_window=9, layer_types=MIXED),
     "ministral3": lambda: _tiny(Ministral3Config, head_dim=16, rope_parameters=MINISTRAL3),
@@ -100,3 +123,5 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "cohere2_layer_types": lambda: _tiny(Cohere2Config, sliding_window=9, layer_types=MIXED, attention_bias=True),
 }
+if not hasattr(transformers, "HyperCLOVAXConfig"):  # transformers 5.17 may have none: no oracle there
+    CASES = {name: make for name, make in CASES.items() if not name.startswith("hyperclovax")}

@@ -11,7 +11,9 @@ from transformers import (
     GptOssConfig,
     GraniteMoeConfig,
     GraniteMoeSharedConfig,
+    HunYuanMoEV1Config,
     Llama4TextConfig,
+    MiniMaxM2Config,
     OlmoeConfig,
     PhimoeConfig,
     PreTrainedConfig,
@@ -129,6 +131,14 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
         attn_temperature_tuning=False,
         attention_bias=True,
         **LLAMA4,
+    ),
+    "minimax_m2": lambda: _tiny(MiniMaxM2Config, head_dim=16, rotary_dim=8, num_local_experts=6, num_experts_per_tok=3),
+    "hunyuan_moe": lambda: _tiny(
+        HunYuanMoEV1Config,
+        head_dim=12,
+        num_experts=6,
+        moe_topk=3,
+        **_rope(rope_type="dynamic", alpha=1000.0, factor=1.0),
     ),
 }
 if not hasattr(GptOssConfig, "swiglu_limit"):  # transformers 5.17 takes 7 whatever the file says: no oracle there
