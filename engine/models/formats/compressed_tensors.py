@@ -197,11 +197,12 @@ def read(reader: ConfigReader) -> CompressedFormat:
         if (value := reader.raw.get(field)) and not (isinstance(value, dict) and value.get("format") == "dense"):
             raise ModelError(f"{reader.where}: {field} = {short(value)} is not served; use a checkpoint without it.")
     groups: Any = reader.raw.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups or not all(isinstance(g, Mapping) for g in groups.values()):
+    if not isinstance(groups, Mapping) or not all(isinstance(g, Mapping) for g in groups.values()):
         raise ModelError(f"{reader.where}: config_groups must map names to schemes, not {short(groups)}.")
     schemes = [
         _read_scheme(ConfigReader(group, f"{reader.where}: config_groups: {name}"), reader)
         for name, group in groups.items()
+        if "weights" not in group or group["weights"] is not None  # null: the group has activations or the cache alone
     ]
     # An exact name or a regular expression comes before "Linear", which names every linear layer.
     schemes.sort(key=lambda scheme: "Linear" in scheme.targets)

@@ -27,7 +27,8 @@ from kernels.quantized.weight import Part, Weight
 logger = logging.getLogger(__name__)
 
 NAMES_SHOWN = 6
-KV_CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")  # not used: the cache has scales of its own
+# not used: the cache has scales of its own
+KV_CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale")
 
 
 def load_weights(
@@ -231,7 +232,7 @@ class _Loader:
             return True
         if name in self.unused or (self.config.tie_embeddings and name == self._tensor("lm_head")):
             return True
-        if self.config.quantization is not None and (name.endswith(KV_CACHE_SCALES) or self._is_zero_bias(name)):
+        if name.endswith(KV_CACHE_SCALES) or (self.config.quantization is not None and self._is_zero_bias(name)):
             return True
         stored = self.found[name].name
         return stored.endswith((*self.family.buffers, *self.family.constants)) or stored.startswith(self.family.heads)

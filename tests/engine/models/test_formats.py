@@ -120,11 +120,33 @@ def test_settings_in_a_file_of_their_own(oracle: tuple[LlamaForCausalLM, Path], 
     assert read_model_config(tmp_path).quantization is not None  # config.json goes before the file
 
 
-def test_modelopt_that_quantised_the_cache_alone(oracle: tuple[LlamaForCausalLM, Path], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes((oracle[1] / "config.json").read_bytes())
-    settings = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(settings))
-    assert read_model_config(tmp_path).quantization is None
+CACHE_ALONE: dict[str, tuple[str, dict[str, Any]]] = {  # file, its settings
+    "modelopt": ("hf_quant_config.json", {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}),
+    "compressed-tensors": ("config.json", compressed("dense") | {"config_groups": {}, "kv_cache_scheme": {}}),
+    "attention": (
+        "config.json",
+        compressed("dense")
+        | {"config_groups": {"a": {"targets": ["LlamaAttention"], "weights": None, "input_activations": {}}}},
+    ),
+    "no settings": ("unread.json", {}),  # as in the checkpoints of text-generation-inference
+}
+
+
+@pytest.mark.parametrize("name", CACHE_ALONE)
+def test_scales_of_the_cache_beside_plain_weights(
+    oracle: tuple[LlamaForCausalLM, Path], tmp_path: Path, name: str
+) -> None:
+    model, plain = oracle
+    file, settings = CACHE_ALONE[name]
+    fields = json.loads((plain / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"quantization_config": settings}))
+    if file != "config.json":
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        (tmp_path / file).write_text(json.dumps(settings))
+    tensors = load_file(plain / "model.safetensors")
+    scales = {f"model.layers.0.self_attn.{end}": torch.tensor(2.0) for end in ("kv_scale", "k_scale", "v_proj.v_scale")}
+    save_file(tensors | scales, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert_logits(model, tensors, tmp_path)
 
 
 def test_awq_settings_under_the_name_of_gptq(oracle: tuple[LlamaForCausalLM, Path], tmp_path: Path) -> None:
