@@ -11,6 +11,7 @@ from engine.models.weight_format import WeightFormat
 # quant_method in config.json -> the file of this folder whose read(ConfigReader) makes the WeightFormat. It is imported
 # when a checkpoint asks for it: sizing a plain model must not wait for torch.
 FORMATS: dict[str, str] = {
+    "auto-round": "auto_round",
     "awq": "awq",
     "bitsandbytes": "bitsandbytes",
     "compressed-tensors": "compressed_tensors",
@@ -18,6 +19,7 @@ FORMATS: dict[str, str] = {
     "fp8": "fp8",
     "gguf": "gguf",
     "gptq": "gptq",
+    "intel/auto-round": "auto_round",
     "modelopt": "modelopt",
     "mxfp4": "mxfp4",
     "torchao": "torchao",

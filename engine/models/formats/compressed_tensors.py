@@ -26,6 +26,7 @@ from engine.models.formats.layouts import (
     integer_weight,
     read_patterns,
     scale_blocks,
+    spellings,
     spread_scale,
     stored_bytes,
     unpack_words,
@@ -163,7 +164,9 @@ class CompressedFormat:
 
 def _names(patterns: tuple[str, ...], module: str) -> bool:
     """True if one of the patterns is the module's name, or "re:" and a regular expression for the start of it."""
-    return any(re.match(key[3:], module) if key.startswith("re:") else key == module for key in patterns)
+    names = spellings(module)
+    expressions = [key[3:] for key in patterns if key.startswith("re:")]
+    return any(name in patterns for name in names) or any(re.match(key, name) for key in expressions for name in names)
 
 
 def _integer_weight(matrix: Matrix, scheme: Scheme, scales: Tensor, tensors: Mapping[str, Tensor]) -> QuantizedWeight:

@@ -21,6 +21,7 @@ from engine.models.formats.layouts import (
     integer_weight,
     names_module,
     read_patterns,
+    spellings,
     stored_bytes,
     unpack_words,
 )
@@ -109,8 +110,12 @@ class GptqFormat:
             return None
         if names_module(self.skipped, matrix.module) or (self.only and not matrix.module.endswith(self.only)):
             return None
+        return self.settings_of(spellings(matrix.module))
+
+    def settings_of(self, names: tuple[str, ...]) -> Settings | None:
+        """The settings of a module that settings may call by any of these names; None: it is plain."""
         for pattern, settings in self.dynamic:
-            if re.match(pattern, matrix.module):
+            if any(re.match(pattern, name) for name in names):
                 return settings
         return self.settings
 
@@ -125,7 +130,7 @@ def read(reader: ConfigReader) -> GptqFormat:
     layout = reader.choice(field, "gptq", FORMATS)
     reader.require("is_marlin_format", False)
     reader.require("pack_dtype", "int32")
-    settings = _read_settings(reader, Settings(4, 128, True, False))
+    settings = read_settings(reader, Settings(4, 128, True, False))
     return GptqFormat(
         settings,
         zero_offset=1 if layout == "gptq" else 0,
@@ -136,7 +141,8 @@ def read(reader: ConfigReader) -> GptqFormat:
     )
 
 
-def _read_settings(reader: ConfigReader, default: Settings) -> Settings:
+def read_settings(reader: ConfigReader, default: Settings) -> Settings:
+    """The settings of an object; those of `default` for absent fields."""
     bits = reader.size("bits", default.bits)
     if bits not in BITS:
         raise ModelError(f"{reader.where}: bits = {bits} is not served; served are 4 and 8.")
@@ -168,6 +174,6 @@ def _read_dynamic(reader: ConfigReader, default: Settings) -> tuple[tuple[str, S
         check_pattern(reader, "dynamic", pattern)
         plain = key.startswith("-:")
         rules.append(
-            (pattern, None if plain else _read_settings(ConfigReader(changes, f"{reader.where}: dynamic"), default))
+            (pattern, None if plain else read_settings(ConfigReader(changes, f"{reader.where}: dynamic"), default))
         )
     return tuple(rules)

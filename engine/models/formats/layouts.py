@@ -134,6 +134,13 @@ def names_module(patterns: Iterable[str], module: str) -> bool:
     return any(module.endswith(key) or re.match(rf"(?:{key})(?:(?<=\.)|(?=\.|$))", module) for key in patterns)
 
 
+def spellings(module: str) -> tuple[str, ...]:
+    """The names of a module in settings: its own and, for a vision-language checkpoint, those with the name of the text
+    model that loading leaves out."""
+    inner = module.removeprefix("model.")
+    return module, f"model.language_model.{inner}", f"language_model.{module}"
+
+
 def read_names(reader: ConfigReader, name: str) -> tuple[str, ...]:
     """A list of strings, empty if absent."""
     value = reader.raw.get(name)

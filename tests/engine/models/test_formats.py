@@ -32,7 +32,7 @@ from engine.models.families import read_model_config
 from engine.models.formats import read_quantization
 from engine.models.loading.load import load_model, weight_bytes
 from engine.models.loading.loader import load_weights
-from engine.models.weight_format import InputFormat
+from engine.models.weight_format import InputFormat, Matrix
 from kernels.quantized.weight import QuantizedWeight
 from tests.engine.models.paged import PagedRunner, Sequence
 from tests.engine.models.tiny_models import VOCAB, load_oracle, oracle_logits
@@ -173,6 +173,8 @@ def grouped(**groups: dict[str, Any]) -> dict[str, Any]:
 
 
 INT8_GROUP = {"weights": {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 32}}
+PACKED_4 = {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}}
+AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
 CHOSEN: dict[str, tuple[Layout, tuple[str, ...]]] = {  # layouts, and the modules that stay plain
     "gptq dynamic": (
         changed("gptq 4 bits", bits=8, dynamic={"-:.*down_proj": {}, r"+:model\.layers\.\d": {"bits": 4}}),
@@ -200,6 +202,31 @@ CHOSEN: dict[str, tuple[Layout, tuple[str, ...]]] = {  # layouts, and the module
     ),
     "ragged groups": (Layout(gptq_config(4, 40, False), gptq(4, 40, False)), ()),
     "ragged groups in another order": (Layout(gptq_config(8, 40, True), gptq(8, 40, True, act_order=True)), ()),
+    "auto-round": (
+        changed(
+            "gptq 4 bits",
+            quant_method="auto-round",
+            bits=8,
+            packing_format="auto_round:auto_gptq",
+            block_name_to_quantize="model.layers",
+            extra_config={
+                r".*layers\.\d": {"bits": 4},
+                "model.layers.0.mlp.up_proj": {"bits": 16, "data_type": "float"},
+                "lm_head": {"bits": 16},
+            },
+        ),
+        ("layers.0.mlp.up_proj",),
+    ),
+    "auto-round awq": (
+        changed(
+            "awq",
+            quant_method="auto-round",
+            sym=False,
+            packing_format="auto_round:auto_awq",
+            extra_config={"model.layers.0.mlp.up_proj": {"bits": 16}},
+        ),
+        ("layers.0.mlp.up_proj",),
+    ),
     "modelopt wildcards": (changed("modelopt nvfp4", ignore=["*q_proj", "model.layers.1*"]), ("q_proj", "layers.1")),
 }
 
@@ -212,6 +239,25 @@ def test_some_modules_are_plain(oracle: tuple[LlamaForCausalLM, Path], tmp_path:
     if "gptq" in name:
         change_tensors(tmp_path, add_unused)
     assert_logits(model, meant, tmp_path)
+
+
+@pytest.mark.parametrize("layout", [r"model\.language_model\.layers", r"language_model\.model\.layers"])
+def test_settings_by_the_names_of_a_vision_language_checkpoint(layout: str) -> None:
+    """Loading leaves the name of the text model out."""
+    matrix = Matrix("model.layers.1.mlp.up_proj", "layers.1.mlp_in.weight", (96, 64))
+    name = layout.replace("\\", "") + ".1.mlp.up_proj"
+    groups = grouped(a={"targets": ["Linear"], **INT8_GROUP}, b={"targets": [f"re:{layout}.*"], **PACKED_4})
+    packed = compressed("pack-quantized") | groups
+    for settings, ending, shape in (
+        (gptq_config(4, 32, True, dynamic={f"+:{layout}": {"bits": 8}}), ".qweight", (16, 96)),
+        (gptq_config(4, 32, True) | AUTO_ROUND | {"extra_config": {name: {"bits": 8}}}, ".qweight", (16, 96)),
+        (packed, ".weight_packed", (96, 8)),
+        (compressed("pack-quantized") | {"ignore": [name]}, None, None),
+    ):
+        found = read_quantization({"quantization_config": settings})
+        assert found is not None
+        stored = found.tensors(matrix)
+        assert (None if stored is None else stored[str(ending)].shape) == shape
 
 
 @pytest.mark.parametrize("name", ["fp8 block", "gptq 8 bits", "awq", "compressed-tensors nvfp4", "bitsandbytes nf4"])
@@ -351,12 +397,27 @@ def test_other_inputs_keep_their_dtype(inputs: dict[str, Any] | None) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"quant_method": "hqq"}, "quant_method 'hqq' is not served; served are awq, bitsandbytes, compressed-tensors"),
+    (
+        {"quant_method": "hqq"},
+        "quant_method 'hqq' is not served; served are auto-round, awq, bitsandbytes, compressed-t",
+    ),
     ({}, "quant_method None is not served"),
     (gptq_config(3, 128, True), "bits = 3 is not served; served are 4 and 8"),
     (gptq_config(4, 128, True, checkpoint_format="marlin"), "checkpoint_format 'marlin' is not served"),
     (gptq_config(4, 128, True, dynamic={"+:(": {}}), "dynamic holds '\\(', no regular expression"),
     (gptq_config(4, 128, True, dynamic={"+:a": {"bits": 2}}), "dynamic: bits = 2 is not served"),
+    (
+        AUTO_ROUND | {"packing_format": "auto_round:exllamav2"},
+        "served are auto_round:auto_gptq and auto_round:auto_awq",
+    ),
+    (
+        AUTO_ROUND | {"packing_format": None, "backend": "auto_round:triton"},
+        "packing_format 'auto_round:triton' is not",
+    ),
+    (AUTO_ROUND | {"bits": 2}, "bits = 2 is not served"),
+    (AUTO_ROUND | {"data_type": "mx_fp"}, "data_type = 'mx_fp' is not supported"),
+    (AUTO_ROUND | {"extra_config": {"(": {"bits": 8}}}, "extra_config holds '\\(', no regular expression"),
+    (AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "extra_config": {"a": {"bits": 8}}}, "settings of its own"),
     ({"quant_method": "awq", "bits": 8}, "bits = 8 is not supported"),
     ({"quant_method": "awq", "version": "gemv"}, "version = 'gemv' is not supported \\(only 'gemm' is served"),
     ({"quant_method": "awq", "backend": "llm-awq"}, "backend 'llm-awq'"),
