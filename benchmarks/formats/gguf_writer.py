@@ -14,7 +14,9 @@ from engine.models.loading.weight_files import find_weight_files
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma": "gemma",
     "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3", "gpt2": "gpt2", "qwen3_moe": "qwen3moe",
+    "granite": "granite", "granitemoehybrid": "granite", "smollm3": "smollm3",
 }  # fmt: skip
+PAIRED = ("llama", "granite", "smollm3")  # the pairs of each rotated head side by side
 EXPERT_PARTS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "down_proj": "down", "up_proj": "up"}
 
 
@@ -57,7 +59,8 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_context_length(config.get("max_position_embeddings") or config["n_positions"])
     writer.add_embedding_length(hidden)
     writer.add_block_count(config.get("num_hidden_layers") or config["n_layer"])
-    writer.add_feed_forward_length(config.get("intermediate_size") or config.get("n_inner") or 4 * hidden)
+    inner = config.get("shared_intermediate_size") or config.get("intermediate_size") or config.get("n_inner")
+    writer.add_feed_forward_length(inner or 4 * hidden)
     writer.add_head_count(heads)
     writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
     if config["model_type"] == "gpt2":
@@ -86,6 +89,14 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
     if config.get("final_logit_softcapping"):
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if config["model_type"].startswith("granite"):
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+    if config.get("shared_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+        writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
     if experts := config.get("num_local_experts") or config.get("num_experts"):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -108,6 +119,11 @@ def _tensors(source: Path, config: dict[str, Any], architecture: str) -> list[tu
                 place = f"blk.{layer}.ffn_{EXPERT_PARTS[part]}_exps.weight"
                 experts.setdefault(place, {})[int(expert)] = array
                 continue
+            if name.endswith("shared_mlp.input_linear.weight"):
+                for part, half in zip(("gate", "up"), np.split(array, 2), strict=True):
+                    made[f"blk.{name.split('.')[2]}.ffn_{part}.weight"] = half
+                continue
+            name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
             place = names.get_name(name, try_suffixes=(".weight", ".bias"))
             if place is None:
                 raise ValueError(f"{name} has no place in a GGUF file of {architecture}")
@@ -123,10 +139,10 @@ def _tensors(source: Path, config: dict[str, Any], architecture: str) -> list[tu
 
 
 def _arranged(name: str, array: np.ndarray, config: dict[str, Any], architecture: str) -> np.ndarray:
-    """The pairs of each rotated head side by side (llama), 1 + weight (norms of Gemma), [out, in] (GPT-2)."""
+    """The pairs of each rotated head side by side (PAIRED), 1 + weight (norms of Gemma), [out, in] (GPT-2)."""
     heads = {"attn_q": config.get("num_attention_heads"), "attn_k": config.get("num_key_value_heads")}
     part = name.split(".")[-2]
-    if architecture == "llama" and part in heads:
+    if architecture in PAIRED and part in heads:
         rows = array.reshape(heads[part], 2, -1, *array.shape[1:])
         return np.ascontiguousarray(rows.swapaxes(1, 2).reshape(array.shape))
     if architecture.startswith("gemma") and part.endswith("norm"):

@@ -189,6 +189,25 @@ def _qwen3_moe(fields: _Fields) -> dict[str, Any]:
     }
 
 
+def _granite(fields: _Fields) -> dict[str, Any]:
+    """Granite 3, and Granite 4.0 without Mamba layers. llama.cpp turns RoPE off by rope.scaling.finetuned."""
+    config = _llama_like(fields, "GraniteForCausalLM", "granite")
+    if not fields.get("rope.scaling.finetuned", (bool,), True):
+        raise ModelError(f"{fields.gguf.path.name}: granite.rope.scaling.finetuned = False is not served: no RoPE.")
+    fields.get("expert_shared_feed_forward_length")  # Granite 4.0 repeats feed_forward_length here
+    factors = {
+        "attention_multiplier": fields.number("attention.scale", config["head_dim"] ** -0.5),
+        "embedding_multiplier": fields.number("embedding_scale", 1.0),
+        "residual_multiplier": fields.number("residual_scale", 1.0),
+        "logits_scaling": fields.number("logit_scale", 1.0),
+    }
+    return config | factors
+
+
+def _smollm3(fields: _Fields) -> dict[str, Any]:
+    return _llama_like(fields, "SmolLM3ForCausalLM", "smollm3")
+
+
 def _gemma(fields: _Fields) -> dict[str, Any]:
     return _llama_like(fields, "GemmaForCausalLM", "gemma")
 
@@ -254,6 +273,8 @@ ARCHITECTURES: dict[str, Callable[[_Fields], dict[str, Any]]] = {
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3moe": _qwen3_moe,
+    "granite": _granite,
+    "smollm3": _smollm3,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,

@@ -57,13 +57,15 @@ NAMES = {
     "qwen2": LLAMA,
     "qwen3": LLAMA,
     "qwen3moe": LLAMA | QWEN3_MOE,
+    "granite": LLAMA,
+    "smollm3": LLAMA,
     "gemma": LLAMA,
     "gemma2": LLAMA | GEMMA2,
     "gemma3": LLAMA | GEMMA2,
     "phi3": LLAMA | {"blk.{}.ffn_up": f"{LAYER}.mlp.gate_up_proj"},
     "gpt2": GPT2,
 }
-PAIRED = ("llama",)  # q and k have the two rows of each rotated pair side by side
+PAIRED = ("llama", "granite", "smollm3")  # q and k have the two rows of each rotated pair side by side
 NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3")  # norms are stored as 1 + weight
 TRANSPOSED = ("gpt2",)  # Hugging Face stores the linear layers [in, out]
 SKIPPED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")  # read with the metadata

@@ -44,6 +44,7 @@ SPLITS = {
     "phi-2": Split(),
     "smollm": Split(digits=True),
     "starcoder": Split(digits=True),
+    "refact": Split(digits=True),
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,

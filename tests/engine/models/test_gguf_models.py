@@ -35,7 +35,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }  # fmt: skip
 PLAIN = (
     "llama_tied", "llama_head_dim", "llama_rope_llama3", "llama_rope_linear", "llama_rope_yarn", "mixtral",
-    "qwen2", "qwen3", "qwen3_moe", "gemma", "phi3", "phi3_longrope", "gpt2", *CONFIGS,
+    "qwen2", "qwen3", "qwen3_moe", "granite", "granite4", "smollm3", "gemma", "phi3", "phi3_longrope", "gpt2", *CONFIGS,
 )  # fmt: skip
 
 
@@ -111,6 +111,18 @@ def test_refuses_an_unknown_architecture_and_a_field_it_does_not_follow(tmp_path
     header = read_gguf(path)
     header.metadata["llama.attention.key_scale"] = 2.0
     with pytest.raises(ModelError, match=r"a\.gguf: llama\.attention\.key_scale = 2\.0 is not served"):
+        gguf_config(header)
+
+
+def test_granite_without_rope_is_refused_and_its_factors_have_defaults(tmp_path: Path) -> None:
+    save_model("granite", tmp_path / "plain")
+    header = read_gguf(write_gguf(tmp_path / "plain", tmp_path / "a.gguf"))
+    for name in ("attention.scale", "embedding_scale", "residual_scale", "logit_scale"):
+        del header.metadata[f"granite.{name}"]
+    config = model_config(gguf_config(header))
+    assert (config.attn_scale, config.embedding_scale, config.logits_scale) == (8**-0.5, 1.0, 1.0)
+    header.metadata["granite.rope.scaling.finetuned"] = False
+    with pytest.raises(ModelError, match=r"granite\.rope\.scaling\.finetuned = False is not served"):
         gguf_config(header)
 
 
