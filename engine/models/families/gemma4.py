@@ -92,6 +92,8 @@ def _full_heads(reader: ConfigReader, config: ModelConfig, full_layers: tuple[in
             raise ModelError(f"{reader.where}: per_layer_config holds {short(first)}; only heads are served.")
         inner = ConfigReader(first, f"{reader.where}: per_layer_config")
         sizes = inner.size("num_key_value_heads", config.num_kv_heads), inner.size("head_dim", config.head_dim)
+    elif reader.has("per_layer_config"):  # {}: transformers 5 writes no other field if all layers have the same heads
+        sizes = config.num_kv_heads, config.head_dim
     else:
         grouped = reader.flag("attention_k_eq_v", False)
         heads = reader.size("num_global_key_value_heads", config.num_kv_heads) if grouped else config.num_kv_heads

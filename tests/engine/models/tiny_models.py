@@ -173,6 +173,7 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma4": lambda: _llama_like(Gemma4TextConfig, **{**GEMMA4, **K_EQ_V, **MOE4, **SHARED}),
     "gemma4_dense": lambda: _llama_like(Gemma4TextConfig, **GEMMA4, **K_EQ_V),
     "gemma4_experts": lambda: _llama_like(Gemma4TextConfig, **GEMMA4, **MOE4),
+    "gemma4_same_heads": lambda: _llama_like(Gemma4TextConfig, **{**GEMMA4, "global_head_dim": 16}),
     "gemma4_shared": lambda: _llama_like(Gemma4TextConfig, **{**GEMMA4, **SHARED}),
     "phi3": _phi3,
     "phi3_window_head_dim": lambda: _phi3(sliding_window=11, num_attention_heads=4, tie_word_embeddings=True),
