@@ -23,6 +23,9 @@ WEIGHTS = {
     f"{LAYER}.router.proj": "layers.{}.router",
     f"{LAYER}.router.scale": "layers.{}.router_norm.weight",
     f"{LAYER}.router.per_expert_scale": "layers.{}.expert_scales.weight",
+    f"{LAYER}.experts.{{expert}}.gate_proj": "layers.{}.experts_in.gate",  # as llm-compressor quantises them
+    f"{LAYER}.experts.{{expert}}.up_proj": "layers.{}.experts_in.up",
+    f"{LAYER}.experts.{{expert}}.down_proj": "layers.{}.experts_out",
     f"{LAYER}.post_feedforward_layernorm_1": "layers.{}.mlp_branch_norm",
     f"{LAYER}.pre_feedforward_layernorm_2": "layers.{}.experts_norm",
     f"{LAYER}.post_feedforward_layernorm_2": "layers.{}.experts_post_norm",

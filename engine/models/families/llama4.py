@@ -11,6 +11,9 @@ MLP = "model.layers.{}.feed_forward"
 WEIGHTS = {
     **{theirs.replace(".mlp.", ".feed_forward."): ours for theirs, ours in llama.WEIGHTS.items()},
     f"{MLP}.router": "layers.{}.router",
+    f"{MLP}.experts.{{expert}}.gate_proj": "layers.{}.experts_in.gate",  # as llm-compressor quantises them
+    f"{MLP}.experts.{{expert}}.up_proj": "layers.{}.experts_in.up",
+    f"{MLP}.experts.{{expert}}.down_proj": "layers.{}.experts_out",
     f"{MLP}.shared_expert.gate_proj": "layers.{}.shared.mlp_in.gate",
     f"{MLP}.shared_expert.up_proj": "layers.{}.shared.mlp_in.up",
     f"{MLP}.shared_expert.down_proj": "layers.{}.shared.mlp_out",

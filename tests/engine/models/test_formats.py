@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Gemma4TextConfig,
     GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
@@ -274,6 +275,51 @@ def test_experts(tmp_path: Path, name: str) -> None:
     assert isinstance(weight, QuantizedWeight) and weight.shape == (4, 64, 64)
 
 
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "vocab_size": VOCAB, "hidden_size": 64}
+EXPERTS |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32}
+GEMMA4: dict[str, Any] = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+GEMMA4 |= {"global_head_dim": 16, "hidden_size_per_layer_input": 0, "layer_types": ["sliding_attention"] * 2}
+EACH_EXPERT: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama4": lambda: Llama4TextConfig(**{**EXPERTS, "intermediate_size_mlp": 48, "pad_token_id": None}),
+    "gemma4": lambda: Gemma4TextConfig(**{**EXPERTS, **GEMMA4, "num_local_experts": None, "pad_token_id": None}),
+}
+
+
+@pytest.mark.parametrize("name", EACH_EXPERT)
+@pytest.mark.parametrize("layout", ["compressed-tensors int4 group", "compressed-tensors fp8 channel"])
+def test_experts_that_were_one_tensor_before_they_were_quantised(tmp_path: Path, name: str, layout: str) -> None:
+    """llm-compressor makes a linear layer of each expert."""
+    torch.manual_seed(0)
+    oracle = AutoModelForCausalLM.from_config(EACH_EXPERT[name](), attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in oracle.parameters():
+            parameter.normal_(std=0.25)
+    plain = tmp_path / "plain"
+    oracle.save_pretrained(plain, save_original_format=False)
+    tensors, turned = load_file(plain / "model.safetensors"), name == "llama4"
+    together = [key for key in tensors if tensors[key].dim() == 3]
+    assert len(together) == 4
+    apart = {key: tensor for key, tensor in tensors.items() if key not in together}
+    for key in together:
+        module, part = key.rsplit(".", 1)
+        for expert, matrix in enumerate(tensors[key].mT if turned else tensors[key]):
+            halves = matrix.chunk(2) if part == "gate_up_proj" else [matrix]
+            for end, half in zip(("gate_proj", "up_proj") if len(halves) == 2 else (part,), halves, strict=True):
+                apart[f"{module}.{expert}.{end}.weight"] = half.contiguous()
+    save_file(apart, plain / "model.safetensors", metadata={"format": "pt"})
+    meant = write_checkpoint(plain, tmp_path, SMALL[layout], skipped=("router",))
+    for key in together:
+        module, part = key.rsplit(".", 1)
+        ends = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+        each = [torch.cat([meant.pop(f"{module}.{i}.{end}.weight") for end in ends]) for i in range(4)]
+        meant[key] = torch.stack([matrix.mT if turned else matrix for matrix in each])
+    oracle.load_state_dict(meant, strict=name != "gemma4")
+    expected = oracle_logits(oracle.eval(), PROMPT)
+    torch.testing.assert_close(logits(tmp_path), expected, atol=TOLERANCE, rtol=TOLERANCE)
+    weight = load_weights(tmp_path, read_model_config(tmp_path), torch.float32, CPU)["layers.1.experts_in.weight"]
+    assert isinstance(weight, QuantizedWeight) and weight.shape == (4, 64, 64)
+
+
 def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
@@ -308,8 +354,6 @@ def fbgemm_experts(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return {"": codes.mT, "_scale": scales.mT}, meant
 
 
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "vocab_size": VOCAB, "hidden_size": 64}
-EXPERTS |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32}
 ALL_EXPERTS: dict[str, tuple[Callable[[], PreTrainedConfig], Writer, dict[str, Any]]] = {
     "gpt-oss mxfp4": (
         lambda: GptOssConfig(**EXPERTS, max_position_embeddings=128),
