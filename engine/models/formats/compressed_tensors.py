@@ -64,6 +64,11 @@ class Scheme:
         """Columns that share a scale."""
         return self.group_size if 0 < self.group_size < columns else columns
 
+    @property
+    def packs_zeros(self) -> bool:
+        """The zeros are in words, as the weights; else one int8 for each scale."""
+        return self.layout == PACKED and self.strategy in ("channel", "group")
+
     def scale_shape(self, matrix: Matrix) -> tuple[int, ...] | None:
         """The shape of `weight_scale`; None if it holds one number in one of several shapes."""
         if self.strategy == "tensor":
@@ -104,19 +109,20 @@ class CompressedFormat:
         if not scheme.integer:
             scales = {".weight_scale": Stored(groups, (*SCALE_DTYPES, *EXPONENT_DTYPES))}
             return unused | scales | {".weight": Stored(matrix.shape, ("F8_E4M3",))}
-        scales = {".weight_scale": Stored(groups, SCALE_DTYPES), ".weight_g_idx": Stored((columns,), ("I32",), True)}
-        if scheme.layout != PACKED:
-            zeros = Stored(groups, ("I8",), optional=scheme.symmetric)
-            return unused | scales | {".weight": Stored(matrix.shape, ("I8",)), ".weight_zero_point": zeros}
         per_word = 32 // scheme.bits
-        zero_shape = None if groups is None else (ceil(groups[0] / per_word), groups[1])
+        zeros = Stored(groups, ("I8",), optional=scheme.symmetric)
+        if scheme.packs_zeros and groups is not None:
+            zeros = Stored((ceil(groups[0] / per_word), groups[1]), ("I32",), optional=scheme.symmetric)
+        scales = {".weight_scale": Stored(groups, SCALE_DTYPES), ".weight_g_idx": Stored((columns,), ("I32",), True)}
+        scales[".weight_zero_point"] = zeros
+        if scheme.layout != PACKED:
+            return unused | scales | {".weight": Stored(matrix.shape, ("I8",))}
         return (
             unused
             | scales
             | {
                 ".weight_packed": Stored((rows, ceil(columns / per_word)), ("I32",)),
                 ".weight_shape": Stored((2,), ("I64", "I32"), optional=True),
-                ".weight_zero_point": Stored(zero_shape, ("I32",), optional=scheme.symmetric),
             }
         )
 
@@ -175,15 +181,18 @@ def _integer_weight(matrix: Matrix, scheme: Scheme, scales: Tensor, tensors: Map
     zeros = tensors.get(".weight_zero_point")
     if scheme.layout == PACKED:
         codes = unpack_words(tensors[".weight_packed"], scheme.bits)[:, :columns]
-        if zeros is not None and scheme.strategy != "tensor":
-            zeros = unpack_words(zeros.T, scheme.bits)[:, :rows].T
     else:
         codes = (tensors[".weight"].to(torch.int16) + middle).to(torch.uint8)
-        zeros = None if zeros is None else zeros.to(torch.int16) + middle
+    if zeros is not None:
+        packed = scheme.packs_zeros
+        zeros = unpack_words(zeros.T, scheme.bits)[:, :rows].T if packed else zeros.to(torch.int16) + middle
     if scheme.strategy == "tensor":
         scales = spread_scale(scales, rows)
         zeros = None if zeros is None else spread_scale(zeros, rows)
-    group = scheme.group(columns)
+    if scheme.block is not None:
+        scales = scales.repeat_interleave(scheme.block[0], 0)[:rows]
+        zeros = None if zeros is None else zeros.repeat_interleave(scheme.block[0], 0)[:rows]
+    group = scheme.group(columns) if scheme.block is None else scheme.block[1]
     permutation = None
     if (g_idx := tensors.get(".weight_g_idx")) is not None and bool((g_idx >= 0).all()):
         permutation = code_permutation(g_idx, group, matrix)

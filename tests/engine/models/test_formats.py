@@ -434,6 +434,37 @@ def test_int8_inputs_are_those_that_the_checkpoint_asks_for(
     assert found == {rounds}
 
 
+@pytest.mark.parametrize("strategy", ["tensor", "block"])
+@pytest.mark.parametrize(("layout", "bits"), [("pack-quantized", 4), ("pack-quantized", 8), ("int-quantized", 8)])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_integers_with_a_scale_for_the_matrix_or_each_block(
+    layout: str, bits: int, strategy: str, symmetric: bool
+) -> None:
+    """compressed-tensors packs the zeros of rows and groups alone; the last blocks end within the matrix."""
+    block = [16, 32] if strategy == "block" else None
+    fields = {"num_bits": bits, "strategy": strategy, "symmetric": symmetric, "block_structure": block}
+    found = read_quantization({"quantization_config": compressed(layout, **fields)})
+    matrix, middle = Matrix("model.layers.1.mlp.up_proj", "layers.1.mlp_in.weight", (40, 80)), 1 << (bits - 1)
+    codes = torch.randint(-middle, middle, matrix.shape)
+    scales = torch.rand(3, 3) + 0.5 if block else torch.rand(1) + 0.5
+    zeros = torch.randint(-middle, middle, scales.shape)
+    words = (codes + middle).unflatten(-1, (-1, 32 // bits)) << torch.arange(0, 32, bits)
+    stored = {".weight_scale": scales, ".weight": codes.to(torch.int8)}
+    if layout == "pack-quantized":
+        stored = {".weight_scale": scales, ".weight_packed": words.sum(-1).to(torch.int32)}
+    stored |= {} if symmetric else {".weight_zero_point": zeros.to(torch.int8)}
+    assert found is not None
+    wanted = found.tensors(matrix) or {}
+    assert {name for name, tensor in wanted.items() if not tensor.optional} <= stored.keys() <= wanted.keys()
+    names = {torch.int8: "I8", torch.int32: "I32", torch.float32: "F32"}
+    for name, tensor in stored.items():
+        assert wanted[name].shape in (None, tensor.shape) and names[tensor.dtype] in wanted[name].dtypes
+    if block:
+        scales, zeros = (x.repeat_interleave(16, 0)[:40].repeat_interleave(32, 1)[:, :80] for x in (scales, zeros))
+    meant = (codes - (0 if symmetric else zeros)) * scales
+    torch.testing.assert_close(found.quantized(matrix, stored).dequantize(), meant)
+
+
 @pytest.mark.parametrize("inputs", [None, {"num_bits": 8, "type": "float"}, {"num_bits": 4, "type": "int"}])
 def test_other_inputs_keep_their_dtype(inputs: dict[str, Any] | None) -> None:
     found = read_quantization({"quantization_config": compressed("int-quantized", inputs, strategy="channel")})
