@@ -275,8 +275,9 @@ def num_text_parameters(oracle: torch.nn.Module) -> int:
     return sum(p.numel() for name, p in named if not any(part in name for part in tiny_text_halves.VISION))
 
 
-# Families that are another layout of a family above, with a test of their own: test_mistral_params.py.
-OTHER_LAYOUTS = {"mistral_params"}
+# Families that are another layout of a family above, with a test of their own: test_mistral_params.py,
+# test_other_names.py.
+OTHER_LAYOUTS = {"mistral_params", "mimo", "minicpm"}
 
 
 def save_model(name: str, folder: Path, **options: Any) -> PreTrainedModel | tiny_classic.Reference:
