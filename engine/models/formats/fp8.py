@@ -97,7 +97,7 @@ def fp8_weight(matrix: Matrix, codes: Tensor, scale: Tensor, block: tuple[int, i
 def read(reader: ConfigReader) -> Fp8Format:
     """The format of a `quantization_config` with quant_method "fp8" or "fbgemm_fp8"."""
     method = reader.choice("quant_method", "fp8", ("fp8", "fbgemm_fp8"))
-    reader.require("fmt", "e4m3")
+    reader.choice("fmt", "e4m3", ("e4m3", "float8_e4m3fn"))  # the second is MiniMax-M2's name
     reader.choice("activation_scheme", "dynamic", ("dynamic", "static"))
     reader.choice("scale_fmt", "float", ("float", "ue8m0"))
     skipped = read_patterns(reader, "modules_to_not_convert") + read_patterns(reader, "ignored_layers")

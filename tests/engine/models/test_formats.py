@@ -496,7 +496,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "awq", "bits": 8}, "bits = 8 is not supported"),
     ({"quant_method": "awq", "version": "gemv"}, "version = 'gemv' is not supported \\(only 'gemm' is served"),
     ({"quant_method": "awq", "backend": "llm-awq"}, "backend 'llm-awq'"),
-    ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt = 'e5m2'"),
+    ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' is not served; known are e4m3"),
     ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be a list of two sizes"),
     ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not served; known are NVFP4"),
     (bnb(True, bnb_4bit_quant_storage="bfloat16"), "bnb_4bit_quant_storage = 'bfloat16'"),

@@ -73,7 +73,10 @@ MINIMAX_M2 = {**LLAMA_7B, "architectures": ["MiniMaxM2ForCausalLM"], "model_type
               "hidden_size": 3072, "intermediate_size": 1536, "num_attention_heads": 48, "num_key_value_heads": 8,
               "num_hidden_layers": 62, "num_local_experts": 256, "num_experts_per_tok": 8, "rotary_dim": 64,
               "rope_theta": 5000000, "scoring_func": "sigmoid", "shared_intermediate_size": 0, "use_qk_norm": True,
-              "qk_norm_type": "per_layer", "use_routing_bias": True, "attn_type_list": [1] * 62}  # fmt: skip
+              "qk_norm_type": "per_layer", "use_routing_bias": True, "attn_type_list": [1] * 62,
+              "quantization_config": {"activation_scheme": "dynamic", "fmt": "float8_e4m3fn", "quant_method": "fp8",
+                                      "weight_block_size": [128, 128], "modules_to_not_convert":
+                                      ["gate", "e_score_correction_bias", "lm_head"]}}  # fmt: skip
 EXAONE_3_5 = {"architectures": ["ExaoneForCausalLM"], "model_type": "exaone", "activation_function": "silu",
               "attention_dropout": 0.0, "head_dim": 80, "hidden_size": 2560, "intermediate_size": 7168,
               "layer_norm_epsilon": 1e-5, "max_position_embeddings": 32768, "num_attention_heads": 32, "num_layers": 30,
