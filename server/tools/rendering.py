@@ -26,8 +26,9 @@ To call a function, write nothing but its name and {arguments}, in this form:
 {example}
 What it returns comes back between <tool_response> and </tool_response>."""
 EXAMPLE = ("the-name", {"a-parameter": "its value"})
-# Templates that recognise an assistant's calls by content being none. Other templates append to the content.
-CONTENT_IS_NONE = re.compile(r"content(['\"]\s*\])?\s+is\s+(not\s+)?none")
+# Templates that recognise an assistant's calls by content being none. Other templates append to the content or search
+# it, also those that ask whether the reasoning_content is none.
+CONTENT_IS_NONE = re.compile(r"(?<!\w)content(['\"]\s*\])?\s+is\s+(not\s+)?none")
 # Templates that take the reasoning of earlier turns by this name (gpt-oss), and not as reasoning_content.
 THINKING_FIELD = re.compile(r"\.thinking\b|\[['\"]thinking['\"]\]")
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")

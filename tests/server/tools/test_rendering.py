@@ -93,6 +93,16 @@ def test_qwen_style():
     assert "<tool_response>sunny</tool_response>" in text and "strict" not in text
 
 
+def test_content_stays_a_text_where_a_template_asks_for_reasoning_content():
+    """As Qwen3's template does, which then searches the content for </think>."""
+    asks = (
+        "{%- if m.reasoning_content is defined and m.reasoning_content is not none %}{{ m.reasoning_content }}"
+        "{%- elif '</think>' in m.content %}{{ raise_exception('no thought was given') }}{% endif %}"
+    )
+    use, text = render(QWEN.replace("{%- for call in", f"{asks}{{%- for call in"))
+    assert use.in_template and '<tool_call>\n{"name": "get", "arguments": {"city": "Zürich"}}\n</tool_call>' in text
+
+
 def test_llama_style():
     _, text = render(LLAMA)
     assert '<|python_tag|>{"name": "get", "parameters": {"city": "Zürich"}}<|eot|><|start|>ipython<|end|>sunny' in text
