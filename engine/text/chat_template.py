@@ -6,6 +6,7 @@ in processes that can be killed (engine/text/template_renderer.py).
 
 import datetime
 import json
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Protocol
@@ -23,6 +24,8 @@ from engine.errors import InvalidRequestError
 
 # Variables that transformers gives to each template: many ask "tools is not none", which an undefined variable passes.
 ABSENT: Mapping[str, None] = {"tools": None, "documents": None}
+# Templates that read the reasoning of earlier turns by gpt-oss's name for it.
+THINKING_FIELD = re.compile(r"\.thinking\b|\[['\"]thinking['\"]\]")
 TOO_LARGE = "The chat template needs too much memory for these messages: shorten them."
 
 
@@ -57,9 +60,17 @@ class ChatTemplate:
 
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
         """Raises InvalidRequestError if the template refuses the messages, fails, or exceeds a limit."""
+        if THINKING_FIELD.search(self.source):
+            messages = [_with_thinking(message) for message in messages]
         given = {**ABSENT, **variables, **self._special, "messages": messages}
         given["add_generation_prompt"] = add_generation_prompt
         return render(self.source, given) if self._helper is None else self._helper.render(self.source, given)
+
+
+def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its reasoning under the name `thinking` too, as transformers gives it to templates."""
+    thought = message.get("reasoning_content")
+    return {"thinking": thought, **message} if thought else message
 
 
 def render(source: str, variables: Mapping[str, Any]) -> str:

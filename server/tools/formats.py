@@ -40,6 +40,7 @@ class ToolFormat:
     preamble: tuple[str, str] = ("", "")  # markers before and after a text that calls follow
     several: bool = True  # models were trained to make more than one call in a message
     several_shown: bool = True  # templates show all calls of a message of the history, not its first call alone
+    thought_or_text: bool = False  # templates refuse reasoning beside a text that precedes a call
     needs_description: bool = False  # templates fail where a tool has no description
     short_ids: bool = False  # templates accept only ids of nine letters and digits
 
@@ -93,6 +94,7 @@ HARMONY = ToolFormat(
     preamble=(PREAMBLE, NEXT),
     several=False,
     several_shown=False,
+    thought_or_text=True,
     needs_description=True,
 )
 # A template's source is searched for the formats in this order: formats with more `shown` texts come first.

@@ -29,8 +29,6 @@ EXAMPLE = ("the-name", {"a-parameter": "its value"})
 # Templates that recognise an assistant's calls by content being none. Other templates append to the content or search
 # it, also those that ask whether the reasoning_content is none.
 CONTENT_IS_NONE = re.compile(r"(?<!\w)content(['\"]\s*\])?\s+is\s+(not\s+)?none")
-# Templates that take the reasoning of earlier turns by this name (gpt-oss), and not as reasoning_content.
-THINKING_FIELD = re.compile(r"\.thinking\b|\[['\"]thinking['\"]\]")
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 SYSTEM = ("system", "developer")
 UNKNOWN_TOOL = "tool"  # name of the tool in a result that refers to no call
@@ -180,7 +178,6 @@ def _in_transformers_form(
     Arguments that are no object are passed as text or, to a template that iterates over arguments, as one argument.
     """
     accepts_text = _accepts_text(template) if any(_has_no_object(message) for message in messages) else True
-    takes_thinking = THINKING_FIELD.search(template.source) is not None
     nothing = None if CONTENT_IS_NONE.search(template.source) else ""
     names: dict[str, str] = {}
     rendered = []
@@ -189,8 +186,7 @@ def _in_transformers_form(
         if message.tool_calls:
             names |= {call.id: call.function.name for call in message.tool_calls}
             fields["content"] = message.content or nothing
-            if takes_thinking and (thought := fields.pop("reasoning_content", None)):
-                # such templates refuse reasoning beside a text that precedes a call
+            if form.thought_or_text and (thought := fields.pop("reasoning_content", None)):
                 fields |= {"thinking": "\n".join(filter(None, (thought, message.content))), "content": nothing}
             fields["tool_calls"] = [
                 {

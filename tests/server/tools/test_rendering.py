@@ -8,6 +8,7 @@ from engine.text.chat_template import ChatTemplate
 from server.protocol import ChatCompletionRequest, parse_request
 from server.tools.formats import HERMES, LLAMA3, MISTRAL, MISTRAL_V11, QWEN3_CODER, find_tool_use
 from server.tools.rendering import with_tools
+from tests.server.tools.rendered import prompt_of
 from tests.server.tools.templates import (
     LLAMA,
     MISTRAL_STYLE,
@@ -101,6 +102,31 @@ def test_content_stays_a_text_where_a_template_asks_for_reasoning_content():
     )
     use, text = render(QWEN.replace("{%- for call in", f"{asks}{{%- for call in"))
     assert use.in_template and '<tool_call>\n{"name": "get", "arguments": {"city": "Zürich"}}\n</tool_call>' in text
+
+
+def test_reasoning_has_the_name_that_the_template_reads():
+    said = {"role": "assistant", "content": "It is", "reasoning_content": "Look."}
+    last = parse_request(ChatCompletionRequest, {"model": "m", "messages": [{"role": "user", "content": "?"}, said]})
+    source = "{% for m in messages %}{% if 'NAME' in m %}[{{ m.NAME }}]{% endif %}{{ m.content }}{% endfor %}"
+    for name in ("thinking", "reasoning_content"):
+        assert prompt_of(source.replace("NAME", name), last) == "?[Look.]It is"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        "{{ '<think>' + (m.reasoning_content or m.thinking) + '</think>' if m.reasoning_content or m.thinking }}",
+        "{% for part in [] %}{{ part['thinking'] }}{% endfor %}",  # Ministral's, for parts of a content
+    ],
+)
+def test_text_before_a_call_stays_content_beside_reasoning(names):
+    call = {"id": "call_1", "type": "function", "function": {"name": "get", "arguments": "{}"}}
+    said = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": [call]}
+    tools = [{"type": "function", "function": {"name": "get"}}]
+    fields = {"model": "m", "messages": [{"role": "user", "content": "?"}, said], "tools": tools}
+    source = QWEN.replace("{{ m.role + '\\n' + m.content }}", f"{{{{ m.role + '\\n' }}}}{names}{{{{ m.content }}}}")
+    _, text = render(source, parse_request(ChatCompletionRequest, fields))
+    assert 'I look.<tool_call>\n{"name": "get"' in text and "Hm.\nI" not in text
 
 
 def test_llama_style():
