@@ -26,8 +26,8 @@ To call a function, write nothing but its name and {arguments}, in this form:
 {example}
 What it returns comes back between <tool_response> and </tool_response>."""
 EXAMPLE = ("the-name", {"a-parameter": "its value"})
-# Templates that recognise an assistant's calls by content being none. Other templates append to the content or search
-# it, also those that ask whether the reasoning_content is none.
+# Templates that may recognise an assistant's calls by content being none. Other templates append to the content or
+# search it, also those that ask whether the reasoning_content is none.
 CONTENT_IS_NONE = re.compile(r"(?<!\w)content(['\"]\s*\])?\s+is\s+(not\s+)?none")
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 SYSTEM = ("system", "developer")
@@ -178,7 +178,8 @@ def _in_transformers_form(
     Arguments that are no object are passed as text or, to a template that iterates over arguments, as one argument.
     """
     accepts_text = _accepts_text(template) if any(_has_no_object(message) for message in messages) else True
-    nothing = None if CONTENT_IS_NONE.search(template.source) else ""
+    asks_for_none = CONTENT_IS_NONE.search(template.source) and any(not m.content for m in messages if m.tool_calls)
+    nothing = None if asks_for_none and _accepts_none(template) else ""
     names: dict[str, str] = {}
     rendered = []
     for message in messages:
@@ -219,15 +220,24 @@ def _as_argument(call: ToolCallOfHistory | CustomCallOfHistory, accepts_text: bo
 
 def _accepts_text(template: ChatTemplate) -> bool:
     """True if the template shows arguments that are a text. A template that iterates over names fails or drops it."""
-    text = "{trial"
-    call = {"id": "trial0000", "type": "function", "function": {"name": "trial", "arguments": text}}
+    return _shows_call(template, "", "{trial")
+
+
+def _accepts_none(template: ChatTemplate) -> bool:
+    """True if the template shows calls beside a content that is none. Some ask for none, then take its length."""
+    return _shows_call(template, None, {"{trial": ""})
+
+
+def _shows_call(template: ChatTemplate, content: str | None, arguments: Written) -> bool:
+    """True if the template shows a call with these `arguments`, in which "{trial" occurs, beside `content`."""
+    call = {"id": "trial0000", "type": "function", "function": {"name": "trial", "arguments": arguments}}
     trial: list[dict[str, Any]] = [
         {"role": "user", "content": "trial"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
         {"role": "tool", "name": "trial", "tool_call_id": "trial0000", "content": "trial"},
     ]
     try:
-        return text in template.render(trial, True, {})
+        return "{trial" in template.render(trial, True, {})
     except InvalidRequestError:
         return False
 

@@ -104,6 +104,14 @@ def test_content_stays_a_text_where_a_template_asks_for_reasoning_content():
     assert use.in_template and '<tool_call>\n{"name": "get", "arguments": {"city": "Zürich"}}\n</tool_call>' in text
 
 
+def test_content_is_none_where_the_template_tells_calls_by_it_and_a_text_where_it_takes_its_length():
+    none = QWEN.replace("{{ m.role + '\\n' + m.content }}", "{{ m.role }}{{ '!' if m.content is none }}")
+    assert "assistant!<tool_call>" in render(none)[1]
+    length = none.replace("m.content is none", "m.content is none or m.content | length > 9")
+    use, text = render(length.replace("{{ m.role }}", "{{ m.role }}{{ m.content | length }}"))
+    assert use.in_template and "assistant0<tool_call>" in text
+
+
 def test_reasoning_has_the_name_that_the_template_reads():
     said = {"role": "assistant", "content": "It is", "reasoning_content": "Look."}
     last = parse_request(ChatCompletionRequest, {"model": "m", "messages": [{"role": "user", "content": "?"}, said]})
