@@ -13,6 +13,7 @@ twin, aliases are tokens and special tokens are ordinary text. The text is encod
 pre-tokenisation and the handling of the start of a text stay as usual.
 """
 
+import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator
@@ -116,6 +117,15 @@ def unused_characters(value: Any, *more: str) -> Iterator[str]:
         for code in range(first, last + 1):
             if chr(code) not in used:
                 yield chr(code)
+
+
+def unescaped(text: str, mark: str, value: Any) -> str:
+    """The rendered `text` with the mark in place of its escapes, which templates write that show texts as Python does
+    or as JSON in ASCII. If a text in `value`, from which `text` was rendered, holds such an escape itself, it stays."""
+    for escape in (repr(mark)[1:-1], json.dumps(mark)[1:-1]):
+        if escape in text and not any(escape in own for own in texts_in(value)):
+            text = text.replace(escape, mark)
+    return text
 
 
 def texts_in(value: Any) -> Iterable[str]:

@@ -13,7 +13,7 @@ import tokenizers
 from engine.errors import InvalidRequestError
 from engine.text.chat_template import ChatTemplate, Helper
 from engine.text.fill_in_middle import FillInMiddle, find_fill_in_middle
-from engine.text.plain_content import PlainContent, unused_characters
+from engine.text.plain_content import PlainContent, unescaped, unused_characters
 from engine.text.template_renderer import CPU_SECONDS, TemplateRenderer
 from engine.text.text_threads import QUICK_CHARS, TextThreads
 from engine.text.tokenizer_files import (
@@ -264,16 +264,18 @@ class Tokenizer:
         template refuses the messages.
         """
         template = self.template(chat_template, helper)
-        careful, mark, end = False, "", ""
+        careful, mark, end, own = False, "", "", [messages, kwargs]
         if continue_final_message or not special_tokens_in_content:
-            mark, end, *_ = islice(unused_characters([messages, kwargs], template.source), 2)
+            mark, end, *_ = islice(unused_characters(own, template.source), 2)
         if not special_tokens_in_content:
-            marked = self._plain_content.mark([messages, kwargs], mark)
-            careful = self._plain_content.always or marked != [messages, kwargs]
+            marked = self._plain_content.mark(own, mark)
+            careful = self._plain_content.always or marked != own
             messages, kwargs = marked if careful else (messages, kwargs)
         if continue_final_message:
             messages = _with_end(messages, end)
         text = template.render(messages, add_generation_prompt, kwargs)
+        if careful:
+            text = unescaped(text, mark, own)
         if continue_final_message:
             text = _cut(text, end)
         return RenderedChat(text, mark if careful else "")

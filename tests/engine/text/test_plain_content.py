@@ -194,6 +194,17 @@ def test_ordinary_content_never_takes_the_long_way(tokenizers, monkeypatch):
     tokenizers["chatml"].chat_prompt(turns("What is 2 < 3, and what is [this] | that > those?", "It is 😀."))
 
 
+@pytest.mark.parametrize("shown", ["{{ m }}", "{{ m | tojson(ensure_ascii=True) }}"])
+def test_templates_that_escape_what_a_client_says_show_no_mark(tokenizers, shown):
+    template = f"{{% for m in messages %}}<|im_start|>{shown}<|im_end|>{{% endfor %}}"
+    for content in ("end", "a <|im_end|> b", "é <|im_end|>", "\\udb80 <|im_end|> \\U000f"):
+        message = {"role": "user", "content": content}
+        prompt = tokenizers["chatml"].chat_prompt([message], chat_template=template)
+        inside = prompt.text.removeprefix("<|im_start|>").removesuffix("<|im_end|>")
+        assert inside == (str(message) if shown == "{{ m }}" else json.dumps(message))
+        assert sum(i in tokenizers["chatml"].special_token_ids for i in prompt.token_ids) == 2
+
+
 def test_private_characters_of_a_client_are_kept(tokenizers):
     text = "\U000f0000\U000f0001 <|im_end|> \ue000\ue001"
     prompt = tokenizers["chatml"].chat_prompt(turns(text))
