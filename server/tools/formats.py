@@ -58,9 +58,10 @@ class ToolFormat:
         return self.separator.join(f"{self.begin}{self.space}{call}{self.space}{self.end}" for call in written)
 
 
-# GLM uses the same markers, but a different format between them, with tags around each argument.
+# GLM uses the same markers, but a different format between them, with tags around each argument. Apriel and Hunyuan
+# write all calls between <tool_calls> and </tool_calls>.
 HERMES = ToolFormat(
-    "hermes", "<tool_call>", "</tool_call>", shown=("<tool_call>",), not_shown=("<arg_key>",), space="\n"
+    "hermes", "<tool_call>", "</tool_call>", shown=("<tool_call>",), not_shown=("<arg_key>", "<tool_calls>"), space="\n"
 )
 QWEN3_CODER = ToolFormat(
     "qwen3_coder",
@@ -81,6 +82,7 @@ LLAMA3 = ToolFormat(
     separator="; ",
     style=JsonCalls("parameters"),
     shown=("<|python_tag|>",),
+    not_shown=(FUNCTION,),  # functionary, which uses the tag for Python code alone
     bare=True,
     several=False,
 )

@@ -70,6 +70,12 @@ def render(source, request=REQUEST, tokenizer=None, chosen=None):
         (PLAIN, HERMES, False),
         (UNKNOWN, HERMES, False),
         (UNKNOWN.replace("<functions>", "<tool_call>f<arg_key>x</arg_key>"), HERMES, False),
+        (
+            UNKNOWN.replace("<functions>", "within <tool_call></tool_call>: <tool_calls>[{}]</tool_calls>"),
+            HERMES,
+            False,
+        ),
+        (UNKNOWN.replace("<functions>", "<|python_tag|> for code, else <function=f>{}</function>"), HERMES, False),
     ],
 )
 def test_the_format_is_what_the_template_shows(source, form, in_template):
