@@ -85,6 +85,7 @@ LLAMA3 = ToolFormat(
     not_shown=(FUNCTION,),  # functionary, which uses the tag for Python code alone
     bare=True,
     several=False,
+    several_shown=False,
 )
 HARMONY = ToolFormat(
     "harmony",

@@ -145,6 +145,11 @@ def test_turns_in_a_row_are_one_where_a_template_wants_them_in_turn():
     assert prompt_of(PLAIN, chat(*asked)).count("<user>") == 3, "left alone where a template takes it"
 
 
+def test_calls_of_one_turn_come_one_by_one_where_the_template_takes_one():
+    prompt = prompt_of(STYLES["llama3"], chat(USER, called("1", "2"), answer("2", "rain"), answer("1"), USER))
+    assert prompt.count('<|python_tag|>{"name": "get"') == 2 and prompt.index("sunny") < prompt.index("rain")
+
+
 def test_a_template_that_takes_ids_of_nine_letters_gets_such():
     assert "[TOOL_RESULTS]" in prompt_of(MISTRAL_STYLE, chat(USER, answer("an id that nobody gave")))
 
