@@ -358,7 +358,7 @@ def _renditions(
     """(messages, template variables) to try in turn, for templates that refuse some conversations.
 
     First the conversation unchanged. Then mended histories: calls and answers that fit each other, no empty turns, no
-    two turns of one role in a row. Last with the tools written into a message instead of given to the template.
+    two turns of one role in a row. Last with tools, calls and answers written into turns of user and assistant.
     """
     has_developer = "developer" in template.source
     if not request.has_tools:
@@ -369,9 +369,12 @@ def _renditions(
     use = find_tool_use(template, tokenizer, config.tool_call_format)
     tools = request.offered_tools
     yield with_tools(template, use, request.messages, tools, has_developer)
-    for history in _mended_histories(request.messages):
+    histories = list(_mended_histories(request.messages))
+    for history in histories:
         yield with_tools(template, use, history, tools, has_developer)
-        yield with_tools(template, ToolUse(use.form, in_template=False), history, tools, has_developer)
+    for history in histories or [request.messages]:
+        as_text = ToolUse(use.form, in_template=False)
+        yield with_tools(template, as_text, history, tools, has_developer, alternate=True)
 
 
 def _mended_histories(messages: list[Message]) -> Iterator[list[Message]]:

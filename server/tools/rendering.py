@@ -43,16 +43,20 @@ def with_tools(
     messages: Sequence[Message],
     tools: Sequence[Tool | CustomTool],
     has_developer: bool,
+    alternate: bool = False,
 ) -> Rendered:
-    """Returns the template's messages and variables for a conversation with tools or with calls of earlier turns."""
+    """Returns the template's messages and variables for a conversation with tools or with calls of earlier turns.
+
+    `alternate`: results that become messages of the user form one turn with the user's messages next to them.
+    """
     messages = _in_order_of_calls(messages)
     if not use.form.several_shown:
         messages = _one_call_each(messages)
     if use.in_template:
         listed = {"tools": [_listed(tool, use.form) for tool in tools]} if tools else {}
         return _in_transformers_form(template, use.form, messages, has_developer), listed
-    plain = [_as_text(message, use.form, has_developer) for message in messages]
-    return _with_preamble(template, use.form, _joined(plain, messages), tools), {}
+    plain = _joined([_as_text(message, use.form, has_developer) for message in messages], messages, alternate)
+    return _with_preamble(template, use.form, plain, tools), {}
 
 
 def _listed(tool: Tool | CustomTool, form: ToolFormat) -> dict[str, Any]:
@@ -266,13 +270,14 @@ def _response(message: Message) -> str:
     return f"<tool_response>\n{message.content}\n</tool_response>"
 
 
-def _joined(plain: list[dict[str, Any]], messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages with consecutive tool results joined: many templates require user and assistant to alternate."""
+def _joined(plain: list[dict[str, Any]], messages: Sequence[Message], alternate: bool) -> list[dict[str, Any]]:
+    """The messages with consecutive tool results joined: many templates require user and assistant to alternate. With
+    `alternate` all consecutive messages of the user are joined."""
     joined: list[dict[str, Any]] = []
-    pairs = zip(plain, messages, strict=True)
-    for are_results, run in groupby(pairs, key=lambda pair: pair[1].role == "tool"):
+    parts = [fields["role"] == "user" for fields in plain] if alternate else [m.role == "tool" for m in messages]
+    for is_part, run in groupby(zip(plain, parts, strict=True), key=lambda pair: pair[1]):
         turns = [fields for fields, _ in run]
-        if are_results:
+        if is_part:
             turns = [{**turns[0], "content": "\n".join(fields["content"] for fields in turns)}]
         joined += turns
     return joined

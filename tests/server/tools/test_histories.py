@@ -145,6 +145,28 @@ def test_turns_in_a_row_are_one_where_a_template_wants_them_in_turn():
     assert prompt_of(PLAIN, chat(*asked)).count("<user>") == 3, "left alone where a template takes it"
 
 
+# Counts turns of the user and answers of the assistant, as templates of Mistral do; Gemma's counts all messages.
+COUNTS = """\
+{%- set state = namespace(turns=0) %}
+{%- for m in messages %}
+{%- if m.role == 'user' or (m.role == 'assistant' and (ALL or not m.tool_calls)) %}
+{%- if (m.role == 'user') != (state.turns % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+{%- set state.turns = state.turns + 1 %}
+{%- endif %}{{ m.role }}: {{ m.content }}{{ m.tool_calls or '' }};
+{%- endfor %}"""
+
+
+@pytest.mark.parametrize(
+    "source", [COUNTS.replace("ALL", "true"), COUNTS.replace("ALL", "false") + "{{ tools or '' }}"]
+)
+def test_the_user_may_speak_after_a_result_where_a_template_wants_turns(source):
+    """Anthropic's clients send results and words of the user in one turn."""
+    asked = [USER, called("call_1"), answer("call_1"), {"role": "user", "content": "Go on."}]
+    for fields in ({}, {"tools": [{"type": "function", "function": {"name": "get"}}]}):
+        prompt = prompt_of(source + "{#<tool_call>#}", chat(*asked, **fields))
+        assert "user: <tool_response>\nsunny\n</tool_response>\nGo on.;" in prompt and '"name": "get"' in prompt
+
+
 def test_calls_of_one_turn_come_one_by_one_where_the_template_takes_one():
     prompt = prompt_of(STYLES["llama3"], chat(USER, called("1", "2"), answer("2", "rain"), answer("1"), USER))
     assert prompt.count('<|python_tag|>{"name": "get"') == 2 and prompt.index("sunny") < prompt.index("rain")
