@@ -20,7 +20,7 @@ from server.context import Served
 from server.errors import invalid
 from server.protocol import ChatCompletionRequest, GenerationRequest, Message
 from server.tools.formats import ToolUse, find_tool_use
-from server.tools.rendering import Rendered, mended, with_tools
+from server.tools.rendering import SYSTEM, Rendered, mended, with_tools
 
 MAX_TRUNCATED_CHARS = 1 << 22  # characters of a text that is cut to fit
 MAX_TRUNCATED_IDS = 1 << 18
@@ -328,15 +328,17 @@ def render_chat(
 ) -> RenderedChat:
     """The prompt that the chat template renders. `helper` renders it; None: this thread does, without time limit.
 
-    A template that refuses the conversation gets other forms of it: see `_renditions`. Raises InvalidRequestError.
+    A template that refuses the conversation, or leaves a system message out, gets other forms of it: see
+    `_renditions`. Raises InvalidRequestError.
     """
     template = tokenizer.template(helper=helper)
     own = template_variables(request, template.variables)
     adds_generation_prompt = request.adds_generation_prompt
     refused: InvalidRequestError | None = None
+    shortened: RenderedChat | None = None
     for messages, variables in _renditions(template, tokenizer, request, config):
         try:
-            return tokenizer.render_chat(
+            rendered = tokenizer.render_chat(
                 messages,
                 add_generation_prompt=adds_generation_prompt,
                 continue_final_message=request.continue_final_message,
@@ -348,8 +350,25 @@ def render_chat(
             raise  # other forms would run into the same limit
         except InvalidRequestError as error:
             refused = refused or error
+            continue
+        if _shows_system(request, rendered):
+            return rendered
+        shortened = shortened or rendered
+    if shortened is not None:
+        return shortened
     assert refused is not None
     raise refused
+
+
+def _shows_system(request: ChatCompletionRequest, rendered: RenderedChat) -> bool:
+    """True if the prompt has the text of each system message, and the tools. If there is a system message behind the
+    first message, some templates skip it (gpt-oss) or show it in place of the first (DeepSeek R1)."""
+    at = [i for i, message in enumerate(request.messages) if message.role in SYSTEM]
+    if not any(at):
+        return True
+    texts = [request.messages[i].content.strip() for i in at] + [tool.function.name for tool in request.offered_tools]
+    prompt = rendered.plain_text
+    return all(text in prompt for text in texts)
 
 
 def _renditions(

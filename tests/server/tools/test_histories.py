@@ -172,6 +172,30 @@ def test_calls_of_one_turn_come_one_by_one_where_the_template_takes_one():
     assert prompt.count('<|python_tag|>{"name": "get"') == 2 and prompt.index("sunny") < prompt.index("rain")
 
 
+# Skips system messages behind the first message, as gpt-oss's template does, or has one place for all (DeepSeek R1).
+SKIPS = "{% for m in messages %}{% if loop.first or m.role != 'system' %}<{{ m.role }}>{{ m.content }}</>{% endif %}"
+REPLACES = """\
+{%- set state = namespace(system='') %}
+{%- for m in messages if m.role == 'system' %}{% set state.system = m.content %}{% endfor %}{{ state.system }}
+{%- for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"""
+
+
+@pytest.mark.parametrize("source", [SKIPS + "{% endfor %}", REPLACES])
+@pytest.mark.parametrize("first", [[], [{"role": "system", "content": "Be brief."}]])
+def test_no_system_message_is_lost(source, first):
+    """One that the template does not show becomes a turn of the user."""
+    talk = [*first, USER, {"role": "assistant", "content": "Yes."}, {"role": "system", "content": " In French. "}, USER]
+    for fields in ({}, {"tools": [{"type": "function", "function": {"name": "get"}}]}):
+        prompt = prompt_of(source, chat(*talk, **fields))
+        assert prompt.count("Be brief.") == len(first) and ('"get"' in prompt) == bool(fields)
+        assert prompt.endswith("<user> In French. \nWeather?</>") or not (first or fields)
+        assert prompt.count("In French.") == 1
+
+
+def test_a_template_without_any_message_is_not_refused():
+    assert prompt_of("{{ 'always' }}", chat(USER, {"role": "system", "content": "Be brief."})) == "always"
+
+
 def test_a_template_that_takes_ids_of_nine_letters_gets_such():
     assert "[TOOL_RESULTS]" in prompt_of(MISTRAL_STYLE, chat(USER, answer("an id that nobody gave")))
 
