@@ -60,11 +60,16 @@ class ChatTemplate:
 
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
         """Raises InvalidRequestError if the template refuses the messages, fails, or exceeds a limit."""
-        if THINKING_FIELD.search(self.source):
+        if _reads_thinking(self.source):
             messages = [_with_thinking(message) for message in messages]
         given = {**ABSENT, **variables, **self._special, "messages": messages}
         given["add_generation_prompt"] = add_generation_prompt
         return render(self.source, given) if self._helper is None else self._helper.render(self.source, given)
+
+
+@lru_cache(maxsize=8)
+def _reads_thinking(source: str) -> bool:
+    return THINKING_FIELD.search(source) is not None
 
 
 def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:

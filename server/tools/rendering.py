@@ -27,8 +27,9 @@ To call a function, write nothing but its name and {arguments}, in this form:
 What it returns comes back between <tool_response> and </tool_response>."""
 EXAMPLE = ("the-name", {"a-parameter": "its value"})
 # Templates that may recognise an assistant's calls by content being none. Other templates append to the content or
-# search it, also those that ask whether the reasoning_content is none.
-CONTENT_IS_NONE = re.compile(r"(?<!\w)content(['\"]\s*\])?\s+is\s+(not\s+)?none")
+# search it, also those that ask whether the reasoning_content is none. The pattern starts with a word: that search is
+# fast.
+CONTENT_IS_NONE = re.compile(r"content(?<!\wcontent)(['\"]\s*\])?\s+is\s+(not\s+)?none")
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 SYSTEM = ("system", "developer")
 UNKNOWN_TOOL = "tool"  # name of the tool in a result that refers to no call
