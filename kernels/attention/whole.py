@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kernels.dispatch import INTERPRET, cpu_kernels
 
-BLOCK_SIZE = 16  # of the caches
+BLOCK_SIZE = 16  # the caches have blocks of this many tokens
 
 
 def supports_whole_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
