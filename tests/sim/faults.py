@@ -177,9 +177,7 @@ MUTANTS = (
         "pass",
     ),
     Mutant("failure of a request not told", LiveRequests, "fail", "live.stream.fail(error)", "pass"),
-    Mutant(
-        "deadline outlives its request", LiveRequests, "_retire", "self._deadlines.clear(request.request_id)", "pass"
-    ),
+    Mutant("deadline outlives its request", LiveRequests, "_forget", "self._deadlines.clear(request_id)", "pass"),
     Mutant(
         "request outlives its deadline", LiveRequests, "_expire", "self._end_early(live, FinishReason.ABORT)", "pass"
     ),
