@@ -1,5 +1,6 @@
 """Decode and prefill attention: the reference and the CPU kernels against dense attention over the same tokens."""
 
+import math
 import os
 import subprocess
 import sys
@@ -286,6 +287,28 @@ def test_a_prompt_whose_scores_rise_and_fall(case, trend):
     ends = [1, 66, 67, 131, 203, 270]
     pieces = [prefill(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
     assert torch.equal(torch.cat(pieces), whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_score_at_the_limit_of_exponents_counts(dtype):
+    """Tiles rescale a row from an exponent of 8 on. 200 heads whose second largest score is within two floats of it, so
+    that the exponent is above 8 or not, depending on how it is rounded. All values are 1, and so are their means."""
+    to_exponent = torch.tensor(0.125 * math.log2(math.e))
+    first = torch.rand(200) * 30
+    second = (8 + first * to_exponent) / to_exponent
+    second += (torch.arange(200) % 5 - 2) * 2.0**-18  # floats from 32 to 64 are so far apart
+    data = paged([128], 200, 32, 16, dtype)
+    keys, values = (torch.zeros(128, 200, 32, dtype=dtype) for _ in range(2))
+    for token, rest in ((0, first), (64, second)):
+        for i in range(3):  # bf16 numbers whose sum is the score
+            keys[token, :, i] = rest.bfloat16()
+            rest = rest - rest.bfloat16().float()
+    for cache, rows in ((data.k_cache, keys), (data.v_cache, values + 1)):
+        cache[data.block_tables[0, :8].long()] = rows.view(8, 16, 200, 32).transpose(1, 2)
+    q = torch.ones(128, 200, 32, dtype=dtype)
+    starts = torch.tensor([0, 128], dtype=torch.int32)
+    out = prefill_attention(q, data.k_cache, data.v_cache, data.block_tables, starts, data.seq_lens, 128, 0.125)
+    torch.testing.assert_close(out, torch.ones_like(out), **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

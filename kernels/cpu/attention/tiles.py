@@ -260,9 +260,11 @@ def _raise_top(scores, scale, shift, acc, total, head_dim):
     top = splat(NEG_INF)
     for t in range(0, KEYS, WIDTH):
         top = simd.larger(load(scores, t), top)
-    before, now = read(shift, 0), simd.first(simd.spread_max1(top)) * -scale
-    if before - now <= MOST_EXPONENT:
+    top, before = simd.spread_max1(top), read(shift, 0)
+    # Rounded once, as in _probabilities: a row that is above there, but not here, would lose the tile's sums.
+    if simd.first(simd.fma(top, splat(scale), splat(before))) <= MOST_EXPONENT:
         return
+    now = simd.first(top) * -scale
     shrink = exp2_fp32(splat(now - before))
     for d in range(0, head_dim, WIDTH):
         store(acc, d, simd.mul(load(acc, d), shrink))
