@@ -20,7 +20,7 @@ from server.context import Served
 from server.errors import invalid
 from server.protocol import ChatCompletionRequest, GenerationRequest, Message
 from server.tools.formats import ToolUse, find_tool_use
-from server.tools.rendering import SYSTEM, Rendered, mended, with_tools
+from server.tools.rendering import SYSTEM, Rendered, mended, shows_first, with_tools
 
 MAX_TRUNCATED_CHARS = 1 << 22  # characters of a text that is cut to fit
 MAX_TRUNCATED_IDS = 1 << 18
@@ -379,7 +379,12 @@ def _renditions(
     First the conversation unchanged. Then mended histories: calls and answers that fit each other, no empty turns, no
     two turns of one role in a row. Last with tools, calls and answers written into turns of user and assistant.
     """
-    has_developer = "developer" in template.source
+    # Some templates have the word, but no place for the role (Command R7B).
+    has_developer = (
+        "developer" in template.source
+        and any(message.role == "developer" for message in request.messages)
+        and shows_first(template, "developer")
+    )
     if not request.has_tools:
         yield [message.for_template(has_developer) for message in request.messages], {}
         for history in _mended_histories(request.messages):

@@ -294,15 +294,16 @@ def _with_preamble(
     first = messages[0]
     if first["role"] in ("system", "developer"):
         return [{**first, "content": f"{first['content']}\n\n{preamble}"}, *messages[1:]]
-    if _accepts_system(template):
+    if shows_first(template, "system"):
         return [{"role": "system", "content": preamble}, *messages]
     if first["role"] == "user":
         return [{**first, "content": f"{preamble}\n\n{first['content']}"}, *messages[1:]]
     return [{"role": "user", "content": preamble}, *messages]
 
 
-def _accepts_system(template: ChatTemplate) -> bool:
-    trial = [{"role": "system", "content": "trial"}, {"role": "user", "content": ""}]
+def shows_first(template: ChatTemplate, role: str) -> bool:
+    """True if the template shows a first message of this role, system or developer."""
+    trial = [{"role": role, "content": "trial"}, {"role": "user", "content": ""}]
     try:
         return "trial" in template.render(trial, True, {})
     except InvalidRequestError:

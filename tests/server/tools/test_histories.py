@@ -192,6 +192,12 @@ def test_no_system_message_is_lost(source, first):
         assert prompt.count("In French.") == 1
 
 
+def test_a_message_of_the_developer_is_shown_where_the_template_has_only_the_word():
+    source = "{# the developer's preamble #}{% for m in messages if m.role in ('system', 'user') %}<{{ m.role }}>"
+    talk = [{"role": "developer", "content": "Be brief."}, USER]
+    assert prompt_of(source + "{{ m.content }}{% endfor %}", chat(*talk)) == "<system>Be brief.<user>Weather?"
+
+
 def test_a_template_without_any_message_is_not_refused():
     assert prompt_of("{{ 'always' }}", chat(USER, {"role": "system", "content": "Be brief."})) == "always"
 
