@@ -5,7 +5,7 @@ refused unread. A text that may have too many tokens is encoded until it has too
 encoded as far as it is kept.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -332,18 +332,17 @@ def render_chat(
     `_renditions`. Raises InvalidRequestError.
     """
     template = tokenizer.template(helper=helper)
+    render = partial(tokenizer.render_chat, helper=helper, special_tokens_in_content=config.special_tokens_in_content)
     own = template_variables(request, template.variables)
-    adds_generation_prompt = request.adds_generation_prompt
     refused: InvalidRequestError | None = None
     shortened: RenderedChat | None = None
+    texts, tools = _texts_to_show(request)
     for messages, variables in _renditions(template, tokenizer, request, config):
         try:
-            rendered = tokenizer.render_chat(
+            rendered = render(
                 messages,
-                add_generation_prompt=adds_generation_prompt,
+                add_generation_prompt=request.adds_generation_prompt,
                 continue_final_message=request.continue_final_message,
-                helper=helper,
-                special_tokens_in_content=config.special_tokens_in_content,
                 **{**own, **variables},
             )
         except TemplateLimitError:
@@ -351,7 +350,10 @@ def render_chat(
         except InvalidRequestError as error:
             refused = refused or error
             continue
-        if _shows_system(request, rendered):
+        prompt = rendered.plain_text
+        if shortened is None and request.messages[0].role in SYSTEM and texts[0] not in prompt:
+            texts = texts if _shows(render, texts[0], own) else texts[1:]
+        if holds(prompt, texts) and holds(prompt, tools):
             return rendered
         shortened = shortened or rendered
     if shortened is not None:
@@ -360,15 +362,39 @@ def render_chat(
     raise refused
 
 
-def _shows_system(request: ChatCompletionRequest, rendered: RenderedChat) -> bool:
-    """True if the prompt has the text of each system message, and the tools. If there is a system message behind the
-    first message, some templates skip it (gpt-oss) or show it in place of the first (DeepSeek R1)."""
-    at = [i for i, message in enumerate(request.messages) if message.role in SYSTEM]
-    if not any(at):
-        return True
-    texts = [request.messages[i].content.strip() for i in at] + [tool.function.name for tool in request.offered_tools]
-    prompt = rendered.plain_text
-    return all(text in prompt for text in texts)
+def _texts_to_show(request: ChatCompletionRequest) -> tuple[list[str], list[str]]:
+    """(the text of each system message, the names of the tools if there are system messages behind the first message).
+
+    Some templates skip system messages behind the first message (gpt-oss) or show them in place of the first, with the
+    tools that are in it (DeepSeek R1); Mistral Nemo's shows the first one only if the user has the last word.
+    """
+    is_later = any(message.role in SYSTEM for message in request.messages[1:])
+    names = [tool.function.name for tool in request.offered_tools] if is_later else []
+    return [message.content.strip() for message in request.messages if message.role in SYSTEM], names
+
+
+def _shows(render: Callable[..., RenderedChat], system: str, variables: Mapping[str, Any]) -> bool:
+    """True if the template shows this system message in a short conversation. Some take words like /no_think out."""
+    trial = [{"role": "system", "content": system}, {"role": "user", "content": "trial"}]
+    try:
+        rendered = render(trial, add_generation_prompt=True, continue_final_message=False, **variables)
+    except InvalidRequestError:
+        return False
+    return system in rendered.plain_text
+
+
+def holds(prompt: str, texts: list[str]) -> bool:
+    """True if the prompt has the texts in their order; a number of the last ones may stand before the others. The time
+    is linear in the prompt, however many texts there are."""
+    at, is_back = 0, False
+    for text in dict.fromkeys(texts):
+        found = prompt.find(text, at)
+        if found < 0 and not is_back:
+            is_back, found = True, prompt.find(text)
+        if found < 0:
+            return False
+        at = found + len(text)
+    return True
 
 
 def _renditions(

@@ -1,10 +1,12 @@
 """Histories are taken as they are: arguments of any text, calls without answers, answers without calls, empty turns."""
 
 import json
+import time
 
 import pytest
 
 from engine.errors import InvalidRequestError
+from server.intake.prompts import holds
 from server.output.message_output import MessageOutput
 from server.protocol import ChatCompletionRequest, parse_request
 from server.protocol.anthropic.request import MessagesRequest
@@ -192,10 +194,44 @@ def test_no_system_message_is_lost(source, first):
         assert prompt.count("In French.") == 1
 
 
+# Takes a switch out of the first message and skips later ones, as SmolLM3's template does.
+SWITCH = """\
+{%- if '/off' in messages[0].content %}(off){% endif %}<system>{{ messages[0].content.replace('/off', '') }}</>
+{%- for m in messages[1:] if m.role != 'system' %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"""
+# Shows the system message in the last turn of the user, if it is the last message, as Mistral Nemo's does.
+LAST_WORD = """\
+{%- set rest = messages[1:] if messages[0].role == 'system' else messages %}
+{%- for m in rest %}<{{ m.role }}>
+{%- if loop.last and m.role == 'user' and rest != messages %}{{ messages[0].content }} {% endif %}{{ m.content }}</>
+{%- endfor %}"""
+
+
+def test_a_switch_in_the_system_message_stays_one():
+    switch, late = {"role": "system", "content": "Be brief. /off"}, {"role": "system", "content": "In French."}
+    assert prompt_of(SWITCH, chat(switch, USER)) == "(off)<system>Be brief. </><user>Weather?</>"
+    assert prompt_of(SWITCH, chat(switch, late, USER)) == "(off)<system>Be brief. </><user>In French.\nWeather?</>"
+
+
+def test_the_system_message_is_shown_where_the_user_does_not_have_the_last_word():
+    talk = [{"role": "system", "content": "Be brief."}, USER]
+    assert prompt_of(LAST_WORD, chat(*talk)) == "<user>Be brief. Weather?</>"
+    prompt = prompt_of(LAST_WORD, chat(*talk, {"role": "assistant", "content": "Sunny."}))
+    assert prompt == "<user>Be brief.\nWeather?</><assistant>Sunny.</>"
+
+
 def test_a_message_of_the_developer_is_shown_where_the_template_has_only_the_word():
     source = "{# the developer's preamble #}{% for m in messages if m.role in ('system', 'user') %}<{{ m.role }}>"
     talk = [{"role": "developer", "content": "Be brief."}, USER]
     assert prompt_of(source + "{{ m.content }}{% endfor %}", chat(*talk)) == "<system>Be brief.<user>Weather?"
+
+
+def test_a_prompt_is_searched_once_for_all_system_messages():
+    texts = [f"Rule {i}." for i in range(50_000)]
+    start = time.process_time()
+    assert holds("<user>Hi</>" + "".join(texts), texts)
+    assert time.process_time() - start < 2  # 7 s if each search starts at the beginning
+    assert holds("b c a", ["a", "b", "c"])  # Mistral Nemo's template shows the first message behind the others
+    assert not holds("a c", ["a", "b", "c"]) and not holds("c b a", ["a", "b", "c"])
 
 
 def test_a_template_without_any_message_is_not_refused():
