@@ -43,6 +43,7 @@ class Family:
     its key and its value, then those of the next KV head, instead of all of q, all of k and all of v. `renames`: parts
     of tensor names that stand in some checkpoints for the names in `weights`. `buffers` and `heads`: endings and
     beginnings of tensor names that loading skips. `constants`: endings of tensors that must hold one given number.
+    `other_types`: older values of model_type, which count beside one of `architectures` only.
     """
 
     model_type: str
@@ -79,7 +80,9 @@ def find_family(raw: Mapping[str, Any], groups: Mapping[str, Sequence[Family]]) 
         for family in families
         if any(name in family.architectures or name in family.base_architectures for name in names)
     ]
-    by_type = [family for family in families if model_type in (family.model_type, *family.other_types)]
+    by_type = [
+        family for family in families if model_type in (family.model_type, *(family.other_types if names else ()))
+    ]
     found = by_architecture if names else by_type
     if not found:
         asked = f"architectures {short(names)}" if names else f"model_type {short(model_type)}"

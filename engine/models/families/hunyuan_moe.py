@@ -54,5 +54,6 @@ FAMILY = Family(
     WEIGHTS,
     prefix="model.",
     buffers=llama.BUFFERS,
+    other_types=("hunyuan",),  # in the first config.json, before transformers had the model
     expert_tensors=qwen3_moe.EXPERT_TENSORS,
 )

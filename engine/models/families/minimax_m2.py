@@ -42,6 +42,7 @@ FAMILY = Family(
     WEIGHTS,
     prefix="model.",
     buffers=llama.BUFFERS,
+    other_types=("minimax",),  # in the first config.json, as in MiniMax-Text-01, whose architecture is another
     renames={**mixtral.RENAMES, ".mlp.e_score_correction_bias": CORRECTION},
     expert_tensors=mixtral.EXPERT_TENSORS,
 )

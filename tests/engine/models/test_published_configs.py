@@ -108,6 +108,8 @@ EXAONE_3_5 = {"architectures": ["ExaoneForCausalLM"], "model_type": "exaone", "a
         ),
         (EXAONE_3_5, {"num_layers": 30, "head_dim": 80, "norm_eps": 1e-5, "tie_embeddings": True, "rope_theta": 1e6}),
         (MINIMAX_M2, {"rotary_dim": 64, "qk_norm": "all", "num_layers": 62, "rope_theta": 5e6}),
+        ({**MINIMAX_M2, "model_type": "minimax"}, {"family": "minimax_m2"}),  # as first published, and in its copies
+        ({**HUNYUAN_A13B, "model_type": "hunyuan"}, {"family": "hunyuan_v1_moe"}),
         (HUNYUAN_A13B, {"qk_norm_after_rope": True, "num_kv_heads": 8, "intermediate_size": 3072}),
     ],
 )
