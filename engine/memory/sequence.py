@@ -205,10 +205,10 @@ class Sequence:
         self.block_table = []
         self.num_computed_tokens = self.num_pending_tokens = self.num_registered_blocks = self.num_draft_tokens = 0
 
-    def move(self, seq_id: int) -> None:
-        """Another Scheduler goes on with it, under this id. It is out of its own, which ended it for that."""
+    def move(self) -> None:
+        """Another Scheduler goes on with it, under a new `seq_id`. It is out of its own, which ended it for that."""
         self.lose_blocks()
-        self.seq_id = self.arrival = seq_id
+        self.arrival = self.seq_id
         self.block_keys = []
         self.finish_reason = self.stop_reason = None
         self.last_turn = 0

@@ -211,9 +211,9 @@ class LiveRequests:
         live.timings.move(self._stats, self._meter)
         waiting = {*departure.sequences, *departure.forks}
         for number, seq in enumerate(live.sequences):
-            seq.adapter = adapter
+            seq.adapter, seq.seq_id = adapter, next(self._numbers)  # ids of the other replica may be in use here
             if seq in waiting:
-                seq.move(next(self._numbers))
+                seq.move()
                 self._owners[seq.seq_id] = live, live.samples_of(number)
         for seq in departure.sequences:
             self._scheduler.add(seq, departure.forks if seq is departure.head else ())

@@ -218,6 +218,34 @@ async def test_other_replicas_go_on_with_the_streams_of_one_that_ends(folder):
         second.check_invariants()
 
 
+def two_samples_of_which_the_first_ends_soon(seed=7):
+    """(prompt, stop string)"""
+    for number in range(1000):
+        prompt = [97 + number % 26, 1 + number // 26]
+        first, second = (bytes(expected_tokens(prompt, seed + i * SEED_STEP, 400)).decode() for i in range(2))
+        if (stop := first[4:7]) not in first[:4] + second:
+            return prompt, stop
+    raise AssertionError("no such prompt")
+
+
+async def test_a_sample_that_had_ended_before_the_move_shares_no_id_with_another_request(folder):
+    options = {"worker_command": (*FAKE_WORKER["worker_command"], "--step-seconds", "0.002")}
+    settings = {"model": str(folder), "load_format": "dummy", "max_worker_restarts": 0}
+    prompt, stop = two_samples_of_which_the_first_ends_soon()
+    async with running_replicas(options, **settings) as engine:
+        first, second = engine.replicas
+        half = begin(first, "half", prompt, n=2, stop=stop, max_tokens=400)
+        other = begin(second, "other", [4, 4, 4], max_tokens=400)
+        assert half.sequences()[0].seq_id == other.sequences()[0].seq_id
+        other_tokens = asyncio.create_task(samples_of(other))
+        await until(lambda: half.sequences()[0].finish_reason)
+        os.kill(first.worker_pid, signal.SIGKILL)
+        await until(lambda: second.is_live("half"))
+        half.close()
+        second.check_invariants()
+        assert await other_tokens == [expected_tokens([4, 4, 4], 7, 400)]
+
+
 async def test_a_request_that_may_have_killed_the_workers_of_a_replica_does_not_move_on(folder):
     deadly = ("--die-on-token", "250")
     options = {"worker_command": (*FAKE_WORKER["worker_command"], *deadly)}
