@@ -124,7 +124,7 @@ def serve(options, channel, frames) -> None:
         if isinstance(plan, LoadAdapter):  # it computes as the base does
             if Path(plan.path).name == "deadly":
                 os.abort()
-            channel.sendall(encode_frame(AdapterLoaded(plan.adapter_id, b"digest")))
+            channel.sendall(encode_frame(AdapterLoaded(plan.adapter_id, Path(plan.path).name.encode())))
             continue
         if isinstance(plan, UnloadAdapter):
             continue

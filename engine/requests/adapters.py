@@ -131,8 +131,18 @@ class Adapters:
         entry.num_live += 1
         return entry.adapter
 
+    def hold_as(self, adapter: Adapter) -> Adapter | None:
+        """Hold the weights of another replica's `adapter` for a request that comes from there. Returns None if they are
+        not here: their name may belong to others by now."""
+        same = (one for one in self._by_id.values() if one.adapter.version == adapter.version and not one.error)
+        entry = next(same, None)
+        if entry is None:
+            return None
+        entry.num_live += 1
+        return entry.adapter
+
     def release(self, adapter: Adapter) -> None:
-        """A request that held the adapter has ended."""
+        """A request that held the adapter has ended, or has left."""
         entry = self._by_id[adapter.adapter_id]
         entry.num_live -= 1
         self._forget_unused(entry)

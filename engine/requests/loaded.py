@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.pooling import pooling_of_model
 from engine.config import EngineConfig
-from engine.errors import EngineError, PageserveError
+from engine.errors import EngineError
 from engine.executor.recovery import Recovery
 from engine.executor.step import FetchBlocks, StepPlan, WorkerReady
 from engine.requests.adapters import Adapters
@@ -91,9 +91,8 @@ class Loaded:
         unfinished = [seq for seq in live.sequences if seq.finish_reason is None]
         if not other.live.may_leave(live) or not all(fits_still(seq, self.model) for seq in unfinished):
             return False
-        try:
-            adapter = self.adapters.hold(live.request.adapter) if live.request.adapter else None
-        except PageserveError:  # this replica has lost the adapter
+        adapter = live.sequences[0].adapter
+        if adapter is not None and (adapter := self.adapters.hold_as(adapter)) is None:
             return False
         self.live.arrive(other.live.leave(live), adapter)
         return True

@@ -246,6 +246,38 @@ async def test_a_sample_that_had_ended_before_the_move_shares_no_id_with_another
         assert await other_tokens == [expected_tokens([4, 4, 4], 7, 400)]
 
 
+@pytest.mark.parametrize("held", [False, True])
+async def test_a_request_moves_to_the_same_weights_only(folder, tmp_path, held):
+    """The name was given to others while it ran; the heir still has the old ones where a request of its own needs
+    them."""
+    for version in "12":
+        (tmp_path / version).mkdir()
+    options = {"worker_command": (*FAKE_WORKER["worker_command"], "--step-seconds", "0.002")}
+    settings = {"model": str(folder), "load_format": "dummy", "max_worker_restarts": 0}
+    lora = {"lora": (f"a={tmp_path / '1'}",), "allow_runtime_lora": True, "lora_root": str(tmp_path)}
+    params = SamplingParams(max_tokens=500, ignore_eos=True, seed=7)
+    async with running_replicas(options, **settings, **lora) as engine:
+        first, second = engine.replicas
+        if held:
+            second.generate(Request("holder", [5, 6], params, adapter="a"))
+        old = first.generate(Request("old", [5, 6], params, adapter="a"))
+        for replica in engine.replicas:
+            replica.unload_adapter("a")
+            await replica.load_adapter("a", "2")
+        new = first.generate(Request("new", [5, 6], params, adapter="a"))
+        await until(lambda: new.num_generated_tokens > 2)
+        os.kill(first.worker_pid, signal.SIGKILL)
+        await until(lambda: first.health() is not None)
+        assert sorted(second.live_request_ids) == (["holder", "new", "old"] if held else ["new"])
+        if held:
+            assert {seq.adapter for seq in old.sequences()}.isdisjoint(seq.adapter for seq in new.sequences())
+            assert await samples_of(old) == [expected_tokens([5, 6], 7, 500)]
+        else:
+            with pytest.raises(EngineError, match="The engine ended while this request ran"):
+                await samples_of(old)
+        assert await samples_of(new) == [expected_tokens([5, 6], 7, 500)]
+
+
 async def test_a_request_that_may_have_killed_the_workers_of_a_replica_does_not_move_on(folder):
     deadly = ("--die-on-token", "250")
     options = {"worker_command": (*FAKE_WORKER["worker_command"], *deadly)}
