@@ -174,7 +174,7 @@ class Driver:
         if self._loaded is None:
             return True
         if self._loaded.live:
-            self._sleep.set(None)  # live requests of a sleeping model are finished, too
+            self._ask_to_wake()  # live requests of a sleeping model are finished, too
         try:
             await with_timeout(timeout, self._loaded.live.wait_until_none())
         except asyncio.TimeoutError:
@@ -223,7 +223,7 @@ class Driver:
         loaded.live.check_room(request)
         max_num_tokens = check_request(request, loaded.model)
         self.grammars.require(request.params)
-        self._sleep.set(None)
+        self._ask_to_wake()
         return loaded.live.register(request, max_num_tokens)
 
     def take_over(self, request_id: str, other: "Driver") -> bool:
@@ -232,7 +232,7 @@ class Driver:
         loaded = self._require_serving()
         if not loaded.take_over(request_id, other._require_loaded("requests")):
             return False
-        self._sleep.set(None)
+        self._ask_to_wake()
         return True
 
     def abort(self, request_id: str) -> None:
@@ -260,7 +260,7 @@ class Driver:
         meanwhile; a model that sleeps is woken. Raises InvalidRequestError, and UnavailableError while the engine
         loads, drains or is dead."""
         adapters = self._require_serving().adapters
-        self._sleep.set(None)
+        self._ask_to_wake()
         await adapters.load(name, path)
 
     def unload_adapter(self, name: str) -> None:
@@ -544,8 +544,7 @@ class Driver:
         """Wake the model and return once it is ready. Does nothing to a model that is awake. Raises UnavailableError
         while the engine loads, drains or is dead."""
         self._require_serving()
-        self._sleep.set(None)
-        self._schedule_pump()
+        self._ask_to_wake()
         await self._sleep.until(lambda: self._sleep.asked is not None or self.phase in ("ready", "draining", "stopped"))
         if self._failure is not None:
             self._require_serving()
@@ -584,23 +583,32 @@ class Driver:
             return
         if loaded.prefetcher is not None:
             if loaded.prefetcher.has_fetches:
-                self._disk_timer = self._disk_timer or self._loop.call_later(DISK_SECONDS, self._stay_awake)
+                self._disk_timer = self._disk_timer or self._loop.call_later(DISK_SECONDS, self._give_up_sleep)
                 return
             loaded.prefetcher.close()
+        self._stop_disk_timer()
         sleep.told, sleep.level = True, sleep.asked or 0
         has_tier = loaded.scheduler.block_manager.host_tier is not None
         kept = self.config.disk_cache is not None if sleep.level == 2 else has_tier
         self.supervisor.send(SleepWorker(sleep.level, loaded.scheduler.plan_flush() if kept else None))
 
-    def _stay_awake(self) -> None:
-        """Give up a sleep that waits for a disk which does not answer: requests would wait, too, for ever."""
+    def _give_up_sleep(self) -> None:
+        """Stay awake where the disk does not answer: requests would wait, too, for ever."""
         self._disk_timer = None
-        sleep, prefetcher = self._sleep, None if self._loaded is None else self._loaded.prefetcher
-        if sleep.asked is None or sleep.told or not self._serves or prefetcher is None or not prefetcher.has_fetches:
-            return
-        logger.error("%s stays awake: disk_cache has answered no read for %g s", self._label, DISK_SECONDS)
-        sleep.set(None)
+        if self._serves:
+            logger.error("%s stays awake: disk_cache has answered no read for %g s", self._label, DISK_SECONDS)
+            self._ask_to_wake()
+
+    def _ask_to_wake(self) -> None:
+        """End a sleep, or one that was asked for and has not begun. Does nothing to a model that is awake."""
+        self._stop_disk_timer()
+        self._sleep.set(None)
         self._schedule_pump()
+
+    def _stop_disk_timer(self) -> None:
+        if self._disk_timer is not None:
+            self._disk_timer.cancel()
+            self._disk_timer = None
 
     async def _rest(self, loaded: Loaded, level: int) -> Loaded:
         """Keep the journal without a device until a wake is asked for, then go on as after the death of a Worker."""

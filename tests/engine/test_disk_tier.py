@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -79,37 +80,89 @@ async def test_what_was_pushed_out_of_host_memory_comes_from_the_disk(tmp_path):
 
 
 STUCK_DISK = """
+import os
 import time
 from engine.worker.cache.disk_cache import BlockFile
 from engine.worker.worker import main
 
-BlockFile.load = lambda file, digest: time.sleep(3600)
+load = BlockFile.load
+
+
+def load_at_last(file, digest):
+    while not os.path.exists(GATE):
+        time.sleep(0.02)
+    return load(file, digest)
+
+
+BlockFile.load = load_at_last
 main()
 """
 
 
-@pytest.mark.parametrize("comes", [False, True])
-async def test_a_disk_that_does_not_answer_keeps_the_model_awake(tmp_path, monkeypatch, comes):
-    """As of a network mount that is gone: the sleep waited for its reads, and all requests for the sleep, for ever."""
+@asynccontextmanager
+async def running_with_stuck_disk(tmp_path, monkeypatch, patience):
+    """(driver, stream of a request that runs, its first words): the file `gate` lets the disk answer."""
     monkeypatch.setattr(prefetch, "FETCH_SECONDS", 0.1)
-    monkeypatch.setattr(engine.driver, "DISK_SECONDS", 30.0 if comes else 0.3)
+    monkeypatch.setattr(engine.driver, "DISK_SECONDS", patience)
     [(text, _)] = await serve(tmp_path, [PROMPT])
-    driver = Driver(disk_config(tmp_path), worker_command=(sys.executable, "-c", STUCK_DISK))
+    code = STUCK_DISK.replace("GATE", repr(str(tmp_path / "gate")))
+    driver = Driver(disk_config(tmp_path), worker_command=(sys.executable, "-c", code))
     await driver.start()
     try:
         await driver.wait_ready()
         params = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
         stream = driver.generate(Request("long", driver.tokenizer.encode(PROMPT), params))
         await until(lambda: stream.num_generated_tokens > 2)
+        yield driver, stream, text
+    finally:
+        await driver.stop()
+
+
+async def read_words(stream):
+    outputs = [output async for output in stream]
+    return "".join(part.text for output in outputs for part in output.outputs)
+
+
+async def ask_another(driver):
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    assert await read_words(driver.generate(Request("new", driver.tokenizer.encode("Else"), params)))
+
+
+@pytest.mark.parametrize("comes", [False, True])
+async def test_a_disk_that_does_not_answer_keeps_the_model_awake(tmp_path, monkeypatch, comes):
+    """As of a network mount that is gone: the sleep waited for its reads, and all requests for the sleep, for ever."""
+    async with running_with_stuck_disk(tmp_path, monkeypatch, 30.0 if comes else 0.3) as (driver, stream, text):
         asleep = asyncio.create_task(driver.sleep(1))
         await until(lambda: not driver.num_in_flight)
         if comes:  # a request, which wakes the model
-            params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-            new = driver.generate(Request("new", driver.tokenizer.encode("Else"), params))
-            assert [output async for output in new][-1].finished
+            await ask_another(driver)
         await asyncio.wait_for(asleep, 20)
         assert driver.phase == "ready" and driver.sleep_level == 0
-        outputs = [output async for output in stream]
-        assert "".join(part.text for output in outputs for part in output.outputs).startswith(text)
-    finally:
-        await driver.stop()
+        assert (await read_words(stream)).startswith(text)
+
+
+async def test_a_sleep_waits_for_the_disk_as_long_as_any_other(tmp_path, monkeypatch):
+    """A sleep before it, which a request ended, has used up some of the time."""
+    async with running_with_stuck_disk(tmp_path, monkeypatch, 4.0) as (driver, stream, text):
+        first = asyncio.create_task(driver.sleep(1))
+        await asyncio.sleep(2.0)
+        await ask_another(driver)
+        await first
+        second = asyncio.create_task(driver.sleep(1))
+        await asyncio.sleep(2.5)
+        assert not second.done()
+        (tmp_path / "gate").touch()
+        await asyncio.wait_for(second, 20)
+        assert driver.sleep_level == 1
+        await driver.wake()
+        assert (await read_words(stream)).startswith(text)
+
+
+async def test_a_server_that_ends_does_not_wait_for_the_disk(tmp_path, monkeypatch):
+    async with running_with_stuck_disk(tmp_path, monkeypatch, 30.0) as (driver, stream, text):
+        asleep = asyncio.create_task(driver.sleep(1))
+        await until(lambda: not driver.num_in_flight)
+        words = asyncio.create_task(read_words(stream))
+        assert await driver.drain(20.0)
+        assert (await words).startswith(text)
+        await asleep
