@@ -726,7 +726,10 @@ class Driver:
         self.grammars.detach()
         may_move = isinstance(error, RestartsSpentError)  # a fault of ours would strike the next engine, too
         if may_move and self.heirs is not None:
-            self.heirs(self)
+            try:
+                self.heirs(self)
+            except Exception:  # every stream must end, whatever is wrong with the other replicas
+                logger.exception("no other replica could go on with the requests of this one")
         self._fail_all(EngineError(f"The engine ended while this request ran: {error}."), send_again=may_move)
         self._failed.set_result(error)
         if not self._ready.done():

@@ -300,3 +300,16 @@ async def test_a_fault_of_ours_does_not_strike_the_next_replica(folder, monkeypa
         with pytest.raises(EngineError, match="an internal error ended the engine loop"):
             await samples_of(begin(first, "r", [5, 6, 7]))
         assert await samples_of(begin(engine, "next", [5, 6, 7])) and second.health() is None
+
+
+async def test_streams_end_where_the_move_to_another_replica_fails(folder, monkeypatch):
+    settings = {"model": str(folder), "load_format": "dummy", "max_worker_restarts": 0}
+    async with running_replicas(FAKE_WORKER, **settings) as engine:
+        first, second = engine.replicas
+        monkeypatch.setattr(second, "take_over", lambda *arguments: 1 / 0)
+        stream = begin(first, "r", [5, 6, 7])
+        await until(lambda: first.worker_pid is not None)
+        os.kill(first.worker_pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="max_worker_restarts is 0"):
+            await samples_of(stream)
+        assert first.health() is not None and second.health() is None
