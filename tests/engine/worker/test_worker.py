@@ -263,7 +263,7 @@ def test_the_death_of_the_driver_ends_it_within_two_seconds(tmp_path, model_dir)
 
 
 def alive(pid):
-    """Neither gone nor a zombie that nobody reaps."""
+    """True if the process runs: it is neither gone nor a zombie that nobody reaps."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
