@@ -144,6 +144,17 @@ def test_a_step_is_launched_while_a_gpu_computes_another(name, tmp_path):
     assert results[1:] == [on_cpu.result(on_cpu.launch(step)).vectors for step in plans]
 
 
+@pytest.mark.parametrize("name", ["qwen2_both_ways", "mistral_both_ways", "gemma3_both_ways"])
+def test_keys_repeated_for_each_head_give_the_same(name, tmp_path, monkeypatch):
+    """As on a GPU with a mask."""
+    save_encoder(name, tmp_path)
+    runner, texts, asked = load(tmp_path), prompts(*LENGTHS), []
+    grouped = vectors(run(runner, texts, Pooling("mean")))
+    monkeypatch.setattr(encoder, "takes_groups", lambda q, mask: asked.append(q))
+    np.testing.assert_allclose(vectors(run(runner, texts, Pooling("mean"))), grouped, atol=1e-6)
+    assert asked
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_num_parameters(name, tmp_path):
     oracle = save_encoder(name, tmp_path)

@@ -23,6 +23,7 @@ from engine.executor.step import (
     SequenceStep,
     StepPlan,
 )
+from engine.models import encoder as encoder_module
 from engine.models.families import read_model_config
 from engine.models.loading.load import load_model
 from engine.sampling_params import Pooling, SamplingParams
@@ -43,10 +44,12 @@ from engine.worker.sampling.step_sampler import StepSampler
 from engine.worker.speculation import QueuedPasses
 from engine.worker.speculation.loaded_draft import LoadedDraft
 from kernels.attention.flashinfer import FlashInferPrefill
+from kernels.card import known_card
 from kernels.kv_format import KV_FORMATS
 from kernels.quantized import code_matmul
 from kernels.sampling.token_mask import TokenMask
 from tests.engine.models.adapters.peft_files import write_adapter
+from tests.engine.models.tiny_encoders import CASES as ENCODERS
 from tests.engine.models.tiny_models import CASES
 from tests.engine.worker.fake_cuda import DeviceError, FakeCudaQueue, fake_cuda
 from tests.engine.worker.mini_driver import ColumnDriver
@@ -310,6 +313,42 @@ def test_an_encoder(cuda, tmp_path):
         copies = cuda.copies
         result = runner.result(runner.launch(StepPlan(1, [], new, [], steps)))
         assert len(result.vectors) == 5 and cuda.copies == copies + 1
+
+
+@pytest.mark.parametrize(
+    "name, dtype, lengths, capability, grouped",
+    [
+        ("qwen2_both_ways", torch.bfloat16, (20, 20), 90, [True] * 3),
+        ("qwen2_both_ways", torch.bfloat16, (20, 19), 90, [False] * 3),
+        ("gemma3_both_ways", torch.bfloat16, (20,), 90, [False] * 3),
+        ("gemma3_both_ways", torch.bfloat16, (5,), 90, [True] * 3),
+        ("qwen2_both_ways", torch.float32, (20,), 90, [False] * 3),
+        ("qwen2_both_ways", torch.float16, (20,), 75, [False] * 3),
+    ],
+)
+def test_attention_of_an_encoder_takes_no_matrix_of_all_scores(
+    cuda, tmp_path, monkeypatch, name, dtype, lengths, capability, grouped
+):
+    """torch computes grouped heads with flash attention alone, which takes 16 bits and no mask."""
+    ENCODERS[name]().save_pretrained(tmp_path)
+    monkeypatch.setattr(encoder_module, "read_card", lambda device: known_card(capability))
+    model, device, seen = read_model_config(tmp_path), FakeCudaQueue.device, []
+    encoder = load_model(tmp_path, model, dtype=dtype, device=device, seed=0, load_format="dummy")
+    attend = encoder_module.F.scaled_dot_product_attention
+
+    def watched(q, k, v, **options):
+        seen.append(q.shape[1] != k.shape[1])
+        assert k.shape[1] == v.shape[1] and options["enable_gqa"] == seen[-1]
+        return attend(q, k, v, **options)
+
+    monkeypatch.setattr(encoder_module.F, "scaled_dot_product_attention", watched)
+    mean = SamplingParams(pooling=Pooling("mean"))
+    new = [NewSequence(seq_id=i, token_ids=[5] * n, num_prompt_tokens=n, num_computed_tokens=0, block_ids=[],
+                       params=mean, seed=0) for i, n in enumerate(lengths)]  # fmt: skip
+    steps = [SequenceStep(i, n, True, []) for i, n in enumerate(lengths)]
+    runner = EncoderRunner(encoder, device, LIMITS, queue=FakeCudaQueue(cuda))
+    runner.result(runner.launch(StepPlan(1, [], new, [], steps)))
+    assert seen == grouped
 
 
 @pytest.mark.parametrize("blocks_per_copy", [7, 40])
