@@ -28,10 +28,12 @@ class Bench:
         except Exception as error:
             self.recorder.case(f"{name}: the rest", partial(_reraise, error))
 
-    def time(self, case: Case, goal: Goal | None = None, by: str = "") -> float:
-        """Record microseconds, GB/s, TFLOP/s and the larger of the two shares; returns the seconds."""
+    def time(self, case: Case, goal: Goal | None = None, by: str = "", times_rate: float = 1.0) -> float:
+        """Record microseconds, GB/s, TFLOP/s and the larger of the two shares; returns the seconds. times_rate: the
+        card's rate of these products, as a multiple of that in bf16."""
         seconds = self.watch.median(case.call)
-        memory, matrix = case.num_bytes / seconds / self.limits.bandwidth, case.flops / seconds / self.limits.rate
+        memory = case.num_bytes / seconds / self.limits.bandwidth
+        matrix = case.flops / seconds / (self.limits.rate * times_rate)
         self.recorder.figure(
             f"{case.kernel} {case.size}",
             seconds * 1e6,

@@ -7,10 +7,12 @@ those that the tokens of the step reach where all are equally likely: E (1 - (1 
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.gpu_check.operators import Operator, Rows, floor_seconds, step_operators
 from engine.models.config import ModelConfig
+
+RATE_OF_8_BITS = 2.0  # products in int8 or e4m3 for each one in bf16, by the datasheet of every card that has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +30,14 @@ class Bounds:
     """The bounds of one model in one dtype on one card. Seconds, bytes and FLOPs.
 
     quantized_bytes: of a number in the matrices, which the bounds of steps count; None: they are not quantised.
+    eight_bits_from: the tokens of a step from which on it multiplies its matrices in 8 bits; None: it never does.
     """
 
     model: ModelConfig
     limits: Limits
     dtype_bytes: int = 2
     quantized_bytes: float | None = None
+    eight_bits_from: int | None = None
 
     @property
     def body_parameters(self) -> int:
@@ -79,7 +83,7 @@ class Bounds:
 
     def step_seconds(self, step: list[Rows]) -> float:
         """The bound of totals of any step in which every sequence samples a token."""
-        operators = [operator for operator in self._operators(step) if operator.kind != "row"]
+        operators = [operator for operator in self.operators(step) if operator.kind != "row"]
         keys = sum(rows.count * rows.context for rows in step) * self.model.kv_bytes_per_token(self.dtype_bytes)
         moved = sum(operator.weight_bytes for operator in operators) + keys
         flops = sum(operator.flops for operator in operators)
@@ -87,10 +91,14 @@ class Bounds:
 
     def floor_seconds(self, step: list[Rows]) -> float:
         """The per-operator floor of the same step: attention and products run one after the other."""
-        return floor_seconds(self._operators(step), self.limits.bandwidth, self.limits.rate)
+        return floor_seconds(self.operators(step), self.limits.bandwidth, self.limits.rate)
 
-    def _operators(self, step: list[Rows]) -> list[Operator]:
-        return list(step_operators(self.model, step, self.dtype_bytes, weight_bytes=self.quantized_bytes))
+    def operators(self, step: list[Rows]) -> list[Operator]:
+        """Those of a step. A product in 8 bits counts as the operations that the card does in bf16 in its time."""
+        found = list(step_operators(self.model, step, self.dtype_bytes, weight_bytes=self.quantized_bytes))
+        if self.eight_bits_from is None or sum(rows.tokens for rows in step) < self.eight_bits_from:
+            return found
+        return [replace(one, flops=one.flops / RATE_OF_8_BITS) if one.kind == "gemm" else one for one in found]
 
     def prefill_flops(self, num_tokens: int) -> float:
         body = 2 * self.active_parameters * num_tokens + self._attention_flops * num_tokens**2 / 2

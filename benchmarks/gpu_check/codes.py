@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu_check.bench import Bench
+from benchmarks.gpu_check.bounds import RATE_OF_8_BITS
 from benchmarks.gpu_check.datasheets import find_limits
 from benchmarks.gpu_check.kernels import SHAPE, TINY_SHAPE
 from benchmarks.gpu_check.linears import LARGEST_CACHE, compare, layer_sizes
@@ -22,7 +23,7 @@ from benchmarks.gpu_check.record import Recorder
 from benchmarks.gpu_check.steps import CONTEXT, TINY_CONTEXT, Steps, with_model
 from benchmarks.gpu_check.timing import Stopwatch, pick_device
 from benchmarks.kernel_speed import Case
-from kernels.quantized.linear import QuantizedLinear
+from kernels.quantized.linear import FEW_ROWS, QuantizedLinear
 from kernels.quantized.weight import INT4, UINT4, QuantizedWeight
 
 ROWS, TINY_ROWS = (1, 16, 64, 256, 2048), (1, 3)
@@ -43,6 +44,12 @@ class Codes:
     zeros: bool = False
     minima: bool = False
     int8_inputs: bool = False
+
+    def num_bytes(self, n_out: int, n_in: int) -> int:
+        """Of a matrix as the kernels read it: codes, scales in fp16, and offsets as int8 zeros or in fp32."""
+        bits = 4 if self.dtype == torch.uint8 else 8
+        of_group = 2 + (1 if self.zeros else 4 if self.minima else 0)
+        return n_out * (n_in * bits // 8 + n_in // (self.group or n_in) * of_group)
 
     def weight(self, n_out: int, n_in: int, device: torch.device) -> QuantizedWeight:
         """Random codes and scales."""
@@ -111,11 +118,11 @@ def time_layer(
         layers += [QuantizedLinear(kind.weight(n_out, n_in, bench.device), None, torch.bfloat16)
                    for _ in range(count - 1)]  # fmt: skip
     turn = iter(range(10**9))
-    bits = 4 if kind.dtype == torch.uint8 else 8
-    groups = n_in // (kind.group or n_in)
-    moved = n_out * (n_in * bits // 8 + groups * 2) + num_rows * (n_in + n_out) * 2
+    moved = kind.num_bytes(n_out, n_in) + num_rows * (n_in + n_out) * 2
+    in_8_bits = layers[0].rounded_inputs is not None and num_rows > FEW_ROWS
 
     def call() -> torch.Tensor:
         return layers[next(turn) % len(layers)](x)
 
-    bench.time(Case(f"{kind.name} {name}", f"{num_rows} rows", call, moved, 2 * num_rows * n_out * n_in))
+    case = Case(f"{kind.name} {name}", f"{num_rows} rows", call, moved, 2 * num_rows * n_out * n_in)
+    bench.time(case, times_rate=RATE_OF_8_BITS if in_8_bits else 1.0)

@@ -28,6 +28,8 @@ from benchmarks.gpu_check.shapes import write_model
 from benchmarks.gpu_check.timing import pick_device, synchronize
 from engine.executor.step import NewSequence, SequenceStep, StepPlan
 from engine.worker.model_runner import LaunchedStep
+from kernels.quantized.linear import FEW_ROWS
+from kernels.quantized.scaled_matmul import multiplies_in_8_bits
 
 CONTEXT, BATCHES, MORE_BATCHES = 1024, (1, 64, 256, 16), (24, 32, 48)
 SHARED_CONTEXT, SHARED = 4096, 3584  # of sequences with a common prefix
@@ -43,6 +45,7 @@ TINY_WARM_UP, TINY_STEPS, TINY_HOST_STEPS = 2, 4, 2
 # and they do not overlap, so the goal counts against the sum of the operators' own floors.
 GOALS = {(LLAMA, 1): ("bound", 0.85), (LLAMA, 64): ("floor", 0.80), (LLAMA, 256): ("floor", 0.80)}
 BYTES = {"int4": 4.5 / 8, "int8": 1.0, "fp8": 1.0, "w8a8": 1.0}  # of a number with its part of the scales
+IN_8_BITS = {"fp8": torch.float8_e4m3fn, "w8a8": torch.int8}  # codes that a card may multiply with inputs of their kind
 LOAD_SECONDS, CASE_SECONDS = 60.0, 15.0
 
 
@@ -149,7 +152,9 @@ class Steps:
         self._sequences = Fabricated(bare, self.device)
         self.loaded = True
         limits, quantized = find_limits(self.setting, self.recorder), BYTES.get(self.quantization or "")
-        self.bounds = Bounds(self.sequences.model, limits, quantized_bytes=quantized)
+        codes = IN_8_BITS.get(self.quantization or "")
+        eight_bits = FEW_ROWS + 1 if codes is not None and multiplies_in_8_bits(codes, self.device) else None
+        self.bounds = Bounds(self.sequences.model, limits, quantized_bytes=quantized, eight_bits_from=eight_bits)
         chosen = self.sequences.bare.chosen_kernels()
         self.recorder.figure(f"{self.name}: load", time.perf_counter() - started, "s", chosen=chosen)
 
@@ -190,7 +195,7 @@ class Steps:
     def _floors(self, rows: list[Rows]) -> dict[str, float]:
         """Microseconds that the products and the attention of a step take at least, by the profile's names."""
         floors = {"GEMM": 0.0, "attention": 0.0}
-        for operator in step_operators(self.bounds.model, rows):
+        for operator in self.bounds.operators(rows):
             if operator.kind != "row":
                 kind = "GEMM" if operator.kind == "gemm" else "attention"
                 floors[kind] += operator.floor(self.bounds.limits.bandwidth, self.bounds.limits.rate) * 1e6

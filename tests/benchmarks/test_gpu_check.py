@@ -17,6 +17,7 @@ from benchmarks.gpu_check import __main__ as command
 from benchmarks.gpu_check import (
     card,
     carry,
+    codes,
     datasheets,
     http,
     kernels,
@@ -34,11 +35,13 @@ from benchmarks.gpu_check import (
 from benchmarks.gpu_check.bench import Bench
 from benchmarks.gpu_check.bounds import Bounds, Limits, decode_steps
 from benchmarks.gpu_check.names import LLAMA, NANO, QWEN
+from benchmarks.gpu_check.operators import Rows
 from benchmarks.gpu_check.record import Recorder, at_least, at_most, device_is_broken, kept_lines, read_record
 from benchmarks.gpu_check.serving import Timeline, percentile
 from benchmarks.gpu_check.verdicts import TARGETS, verdicts
 from benchmarks.kernel_speed import MoELayer, MoEShape, decode_case, moe_case, prefill_case
 from engine.models.families import model_config, read_model_config
+from kernels.quantized.code_matmul import CodeMatmul
 from tests.benchmarks.planted_faults import problems, run_planted
 
 ROOT = Path(__file__).parents[2]
@@ -323,6 +326,42 @@ def test_bounds_are_those_of_the_published_shapes(models):
 def test_a_large_enough_batch_is_bound_by_arithmetic(models):
     bounds = Bounds(models[LLAMA], Limits(3.0e12, 1e12))
     assert bounds.decode_seconds(64, 64) > 2 * 64 * (bounds.body_parameters + bounds.head_parameters) / 1e12
+
+
+def test_products_in_8_bits_are_held_against_twice_the_rate_of_bf16(models):
+    """Steps of few tokens multiply in 16 bits, and attention always does."""
+    plain, codes = Bounds(models[LLAMA], H100, quantized_bytes=1.0), []
+    bounds = Bounds(models[LLAMA], H100, quantized_bytes=1.0, eight_bits_from=17)
+    prompt, few = [Rows(1, 8192, 8192)], [Rows(16, 1, 1024)]
+    for step in (prompt, few):
+        pairs = zip(plain.operators(step), bounds.operators(step), strict=True)
+        codes.append({theirs.kind: ours.flops / theirs.flops for theirs, ours in pairs if theirs.flops})
+    assert codes == [{"gemm": 0.5, "attention": 1.0}, {"gemm": 1.0, "attention": 1.0}]
+    assert 0.5 < bounds.step_seconds(prompt) / plain.step_seconds(prompt) < 0.6
+    assert bounds.floor_seconds(few) == plain.floor_seconds(few)
+
+
+@pytest.mark.parametrize("rounded, num_rows, share", [(None, 64, 0.4), (torch.int8, 64, 0.2), (torch.int8, 16, 0.1)])
+def test_the_share_of_a_layer_in_codes_is_of_its_own_rate(tmp_path, rounded, num_rows, share):
+    class Layer:
+        rounded_inputs = rounded
+
+        def __call__(self, x):
+            return x
+
+    flops = 2 * 64 * 256 * 512  # of 64 rows
+    bench = Bench(Recorder(tmp_path / "part.jsonl"), CPU, SimpleNamespace(median=lambda call: 1.0),
+                  Limits(1e12, flops / 0.4))  # fmt: skip
+    codes.time_layer(bench, [Layer()], codes.KINDS[0], "up", 512, 256, num_rows)
+    (figure,) = (line for line in read_record(tmp_path / "part.jsonl") if line["kind"] == "figure")
+    assert figure["share"] == pytest.approx(share) and figure["of"] == "matmul"
+
+
+@pytest.mark.parametrize("kind", codes.KINDS, ids=lambda kind: kind.name)
+def test_the_bytes_of_a_layer_in_codes_are_those_that_its_kernel_reads(kind):
+    matmul = CodeMatmul(kind.weight(128, 512, CPU))
+    tensors = [one for one in (matmul.codes, matmul.scales, matmul.offsets) if one is not None]
+    assert kind.num_bytes(128, 512) == sum(one.nbytes for one in tensors)
 
 
 MIXTURES = {
