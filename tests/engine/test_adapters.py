@@ -120,6 +120,23 @@ async def test_loading_at_run_time_changes_no_byte_of_live_streams(model, adapte
             await driver.load_adapter("empty", "empty")
 
 
+def test_scores_of_the_base_do_not_depend_on_the_adapter_of_the_step_before(model, tmp_path):
+    """An adapter that changes lm_head, on all rows of a step; then the scores of a prompt without one."""
+    write_adapter(tmp_path / "0", model, targets=(*TARGETS, "lm_head"))
+    params = SamplingParams(max_tokens=0, prompt_logprobs=1)
+    settings = {"device": "cpu", "dtype": "float32", "max_model_len": 128, "model": str(BUNDLED_MODEL)}
+    with LLM(lora=(f"a0={tmp_path / '0'}",), **settings) as llm:
+
+        def scores(name):
+            (output,) = llm.generate([PROMPT], params, False, lora=name)
+            return [token.logprob for token in output.prompt_logprobs[1:]]
+
+        plain, adapted = scores(""), scores("a0")
+        llm.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True), False, lora="a0")
+        assert scores("") == pytest.approx(plain, abs=1e-4)
+        assert plain != pytest.approx(adapted, abs=1e-2)
+
+
 def test_an_llm_takes_an_adapter_for_a_call_or_for_each_prompt(model, adapters):
     root, deltas = adapters
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -176,8 +176,8 @@ class StagedSlots:
         pieces = iter_pieces(rows)
 
         def compute(hidden: Tensor) -> Tensor:
-            if self.active:
-                self.layers.set_logits_rows(self.tokens.index_select(0, pieces(len(hidden))), True)
+            slots = self.tokens.index_select(0, pieces(len(hidden))) if self.active else self.tokens
+            self.layers.set_logits_rows(slots, self.active)  # also without adapters: an earlier step may have had some
             return compute_logits(hidden)
 
         return compute
