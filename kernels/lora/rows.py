@@ -18,7 +18,11 @@ class RowGroups:
         self.active = False
         self._slots = torch.arange(max_loras + 1, device=device)
         self.order = self._fixed_order = torch.zeros(RECORDED_ROWS, dtype=torch.int64, device=device)
-        self.starts = torch.zeros(max_loras + 1, dtype=torch.int64, device=device)
+        self.starts = self._fixed_starts = torch.zeros(max_loras + 1, dtype=torch.int64, device=device)
+
+    def forget(self) -> None:
+        """No row has an adapter until the next call of `set`. Lets go of the memory of a recorded graph."""
+        self.active, self.order, self.starts = False, self._fixed_order, self._fixed_starts
 
     def set(self, slots: Tensor, active: bool) -> None:
         """Group the rows by their slots, int64 [num_rows], -1 for the base. A CUDA graph may record this: it runs on

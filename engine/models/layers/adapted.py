@@ -90,6 +90,12 @@ class AdapterLayers:
         if HEAD in adapter.linears:
             self._heads.add(slot)
 
+    def forget_rows(self) -> None:
+        """Leave the rows of all steps so far: those of a recorded graph are in memory that others have written since,
+        and a forward pass that sets none would read them."""
+        for groups in (self.tokens, self.outputs, self.logits):
+            groups.forget()
+
     def set_rows(self, slots: Tensor, outputs: Tensor | None, active: bool) -> None:
         """The slots of a forward pass, int64 [num_tokens], -1 for the base; outputs: the indices of its output rows,
         None for all. `active` False: no row has an adapter."""

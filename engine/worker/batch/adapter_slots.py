@@ -35,6 +35,7 @@ class AdapterSlots:
 
     def __init__(self, layers: AdapterLayers, max_num_seqs: int, queue: DeviceQueue | None) -> None:
         self.layers = layers
+        layers.forget_rows()  # an earlier runner may have left some
         self.row_slots = np.full(max_num_seqs, BASE, np.int64)
         self._queue = queue
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")

@@ -199,6 +199,26 @@ def test_rows_with_different_adapters(make_runner, cuda, tmp_path):
     assert {"shrink_kernel", "expand_kernel"} <= set(cuda.launched)
 
 
+def test_a_runner_reads_no_rows_of_the_one_before(cuda, make_decoder, monkeypatch):
+    """A wake profiles and warms up with the layers that served before the sleep: the rows that they read last were in a
+    graph, whose memory is gone."""
+    model, decoder = make_decoder("llama", lora=(2, 8))
+    config = EngineConfig(model="m", device="cuda", dtype="bfloat16", max_model_len=LENGTH, block_size=BLOCK_SIZE)
+    loaded, queue = (
+        LoadedDecoder(config, model, decoder, LIMITS, torch.bfloat16, FakeCudaQueue.device),
+        FakeCudaQueue(cuda),
+    )
+    runner = loaded.make_runner(loaded.one_block(), LENGTH, queue, eos_token_ids=[])
+    runner.warm_up()
+    runner.record_graphs()
+    assert "shrink_kernel" in cuda.launched
+    del runner
+    cuda.launched.clear()
+    monkeypatch.setattr(memory_profile, "graph_bytes", lambda *_: 0)
+    profile_gpu(loaded, queue)
+    assert "prefill_attention_kernel" in cuda.launched and "shrink_kernel" not in cuda.launched
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
 def test_a_draft_model(make_runner, cuda, name):
     """It catches up with prompts in chunks, then with single tokens in a graph; a token of all drafts is one replay."""
