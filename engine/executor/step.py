@@ -96,7 +96,6 @@ class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag=True):
     hidden_size: int = 0  # numbers in an embedding
     encoder: bool = False  # a whole sequence in one step, without a KV cache
     embeds_only: bool = False  # the model generates no text, as no encoder does
-    start_seconds: dict[str, float] = {}  # duration of start-up, by phase: load, compile, profile, capture
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):

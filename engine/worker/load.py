@@ -214,9 +214,8 @@ class ResidentDecoder(Resident):
         clock.stop()
         if host_cache.num_slots and config.swap_policy == "auto" and not woken:  # measuring writes to slots
             self._costs = measure_cache_costs(runner)
-        seconds = {phase: round(spent, 3) for phase, spent in clock.seconds.items()}
-        logger.info("start-up: %s", ", ".join(f"{phase} {spent:.1f} s" for phase, spent in seconds.items()))
-        self.runner, self.ready = runner, self._report(runner, host_cache, size, used, seconds)
+        logger.info("start-up: %s", ", ".join(f"{phase} {spent:.1f} s" for phase, spent in clock.seconds.items()))
+        self.runner, self.ready = runner, self._report(runner, host_cache, size, used)
 
     def _serve_host_cache(
         self, kv_caches: list[tuple[torch.Tensor, torch.Tensor]], size: KVCacheSize, queue: CudaQueue | None
@@ -236,12 +235,7 @@ class ResidentDecoder(Resident):
         )
 
     def _report(
-        self,
-        runner: ModelRunner,
-        host_cache: HostCache,
-        size: KVCacheSize,
-        used: dict[str, int],
-        seconds: dict[str, float],
+        self, runner: ModelRunner, host_cache: HostCache, size: KVCacheSize, used: dict[str, int]
     ) -> WorkerReady:
         loaded, num_slots = self._loaded, host_cache.num_slots
         kv_format = resolve_kv_format(loaded.config, loaded.model)
@@ -273,7 +267,6 @@ class ResidentDecoder(Resident):
             kv_cache_dtype=dtype_name if kv_format is None else kv_format.name,
             hidden_size=loaded.decoder.vector_size,
             embeds_only=loaded.model.embeds_only,
-            start_seconds=seconds,
         )
 
 
