@@ -78,17 +78,15 @@ def option(
     size: bool = False,
     secret: bool = False,
     mappings: bool = False,
-    unsupported: str | None = None,
 ) -> Any:
     """A dataclass field that carries its documentation and its limits.
 
     `minimum` and `maximum` are inclusive, `above` is exclusive. `size`: the value is a number of bytes, such as "2GiB"
     (an int field stores the number, a str field the text). A `secret` is never printed. `mappings`: in YAML, an entry
-    of the list may be a mapping. `unsupported`: the reason why this version accepts only the default.
+    of the list may be a mapping.
     """
-    more = {"minimum": minimum, "maximum": maximum, "above": above, "size": size, "secret": secret}
-    more["mappings"] = mappings
-    metadata = {"help": help, "choices": choices, "unsupported": unsupported, **more}
+    limits = {"choices": choices, "minimum": minimum, "maximum": maximum, "above": above}
+    metadata = {"help": help, **limits, "size": size, "secret": secret, "mappings": mappings}
     return dataclasses.field(default=default, metadata=metadata, repr=not secret)
 
 
@@ -109,7 +107,6 @@ class Setting:
     size: bool
     secret: bool
     mappings: bool
-    unsupported: str | None
 
     @property
     def flag(self) -> str:
@@ -143,8 +140,6 @@ class Setting:
             return self._check_many(value)
         if value is None and self.optional:
             return None
-        if self.unsupported and value != self.default:
-            raise ConfigError(f"{self.name}={value!r} cannot be honoured: {self.unsupported}.")
         checked = self._checked(value)
         if checked is None:
             given = "the given value" if self.secret else repr(value)
