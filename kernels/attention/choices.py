@@ -221,11 +221,3 @@ def tile_choice(
         f"no tile of {use} attention with head size {head_dim} and {group} heads per KV head fits the "
         f"{card.shared_memory // 1024} KB of shared memory of this GPU (compute capability {card.capability / 10})"
     )
-
-
-def find_tile(
-    use: str, card: Card, q_bits: int, kv_bits: int, head_dim: int, group: int, num_rows: int, extras: bool,
-    block_size: int = 1,
-) -> Tile:  # fmt: skip
-    """The tile that launches use now: see `tile_choice`."""
-    return tile_choice(use, card, q_bits, kv_bits, head_dim, group, num_rows, extras, block_size).tile

@@ -10,7 +10,7 @@ from kernels.attention import decode as decode_module
 from kernels.attention import prefill as prefill_module
 from kernels.attention import shared as shared_module
 from kernels.attention import work as work_module
-from kernels.attention.choices import PREFILL, RULES, find_tile, tile_choice
+from kernels.attention.choices import PREFILL, RULES, tile_choice
 from kernels.attention.decode import mixed_attention, paged_attention
 from kernels.attention.plan import attention_plan, attention_shape
 from kernels.attention.prefill import prefill_attention
@@ -218,7 +218,7 @@ def test_layers_of_a_step_share_the_work_maps(monkeypatch):
 
 def test_a_head_size_beyond_the_table_is_refused():
     with pytest.raises(ValueError, match="head sizes of up to 512, not 1024"):
-        find_tile(use="decode", card=A100, q_bits=16, kv_bits=16, head_dim=1024, group=1, num_rows=1, extras=False)
+        tile_choice(use="decode", card=A100, q_bits=16, kv_bits=16, head_dim=1024, group=1, num_rows=1, extras=False)
 
 
 @pytest.mark.parametrize(
@@ -247,18 +247,18 @@ def test_the_table_has_a_tile_for_every_launch(use, q_bits, kv_bits, card):
     for head_dim, groups in sizes.items():
         for group in groups if q_bits == 16 else groups[:1]:
             for rows in (1, 16, 17, 64, 65, 8192):
-                found = find_tile(
+                found = tile_choice(
                     use=use, card=card, q_bits=q_bits, kv_bits=kv_bits, head_dim=head_dim, group=group, num_rows=rows,
                     extras=rows > 64,
                 )  # fmt: skip
-                assert found.block_m >= group
+                assert found.tile.block_m >= group
 
 
 @pytest.mark.parametrize("group", [1, 3, 4])
 def test_tiles_of_a_varlen_batch(group):
     """Lengths around the number of tokens in a tile, empty ones between them, all found by their search."""
     per_tile = (
-        find_tile(
+        tile_choice(
             use="prefill",
             card=A100,
             q_bits=32,
@@ -267,7 +267,7 @@ def test_tiles_of_a_varlen_batch(group):
             group=group,
             num_rows=1 << 20,
             extras=False,
-        ).block_m
+        ).tile.block_m
         // group
     )
     q_lens = [per_tile, 1, 0, per_tile + 1, 2 * per_tile - 1, 0, 3, 1, 2 * per_tile, 2]

@@ -13,7 +13,7 @@ from engine.models.parallel.ranks import Ranks, join_ranks
 from engine.settings import parse_size
 from engine.worker.device.kernel_compiler import KernelCompiler, unused_kernels
 from engine.worker.device.queue import CudaQueue, DeviceQueue
-from kernels.attention.choices import ANY, find_tile
+from kernels.attention.choices import ANY, tile_choice
 from kernels.attention.flashinfer import FlashInferPrefill, PromptAttention, device_bytes
 from kernels.card import BF16_CAPABILITY, MIN_CAPABILITY, read_card
 from kernels.dispatch import cpu_kernels
@@ -110,7 +110,7 @@ def check_attention(config: EngineConfig, model: ModelConfig, dtype: torch.dtype
         for heads in model.head_shapes():
             group = model.num_heads // heads.num_kv_heads
             for use, rows in (("decode", group), ("prefill", ANY), ("invariant", 0)):
-                find_tile(use, read_card(device), bits, kv_bits, heads.head_dim, group, rows, True)
+                tile_choice(use, read_card(device), bits, kv_bits, heads.head_dim, group, rows, True)
     except ValueError as error:
         raise ConfigError(f"model: {error}; use --device cpu.") from None
 
