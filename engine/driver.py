@@ -307,11 +307,6 @@ class Driver:
         """All requests that were accepted and have not ended."""
         return [] if self._loaded is None else [live.request for live in self._loaded.live]
 
-    @property
-    def live_request_ids(self) -> list[str]:
-        """The ids of all requests that were accepted and have not ended."""
-        return [] if self._loaded is None else [live.request.request_id for live in self._loaded.live]
-
     def is_live(self, request_id: str) -> bool:
         """True for the id of a request that was accepted and has not ended."""
         return self._loaded is not None and self._loaded.live.get(request_id) is not None

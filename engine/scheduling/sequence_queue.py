@@ -16,10 +16,9 @@ class SequenceQueue(list[Sequence]):
     `num_tokens` counts the known tokens that its sequences entered with: of waiting sequences, the tokens to compute.
     """
 
-    def __init__(self, sequences: Iterable[Sequence] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.num_tokens = 0
-        self.refill(sequences)
 
     def add(self, seq: Sequence) -> None:
         self._count(seq)

@@ -47,9 +47,8 @@ class TimeLimitError(Exception):
 class TemplateHelper:
     """One rendering process, for one thread at a time; starts at first use and is replaced when it dies."""
 
-    def __init__(self, cpu_seconds: float, command: tuple[str, ...] = HELPER_COMMAND) -> None:
+    def __init__(self, cpu_seconds: float) -> None:
         self._cpu_seconds = cpu_seconds
-        self._command = command
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._closed = False
@@ -69,7 +68,7 @@ class TemplateHelper:
                 raise UnavailableError(STOPPED)
             if self._process is None or self._socket is None:
                 try:
-                    self._process, self._socket = spawn(self._command, str(self._cpu_seconds))
+                    self._process, self._socket = spawn(HELPER_COMMAND, str(self._cpu_seconds))
                 except OSError as error:
                     raise EngineError(f"the process that renders chat templates does not start: {error}") from None
                 self._socket.settimeout(LOOK_SECONDS)
@@ -179,15 +178,9 @@ def _send(sock: socket.socket, data: bytes, watch: _Watch) -> None:
 class TemplateRenderer:
     """The helpers and the threads that wait for them. The first process starts at first use, or by `start`."""
 
-    def __init__(
-        self,
-        cpu_seconds: float = CPU_SECONDS,
-        *,
-        command: tuple[str, ...] = HELPER_COMMAND,
-        num_helpers: int = NUM_HELPERS,
-    ) -> None:
-        self._threads = FairThreads(num_helpers, "chat-template", per_tenant=max(1, num_helpers - 1))
-        self._helpers = [TemplateHelper(cpu_seconds, command) for _ in range(num_helpers)]
+    def __init__(self, cpu_seconds: float) -> None:
+        self._threads = FairThreads(NUM_HELPERS, "chat-template", per_tenant=NUM_HELPERS - 1)
+        self._helpers = [TemplateHelper(cpu_seconds) for _ in range(NUM_HELPERS)]
         self._idle = self._helpers[::-1]  # a stack: the last helpers start only if all others are busy
 
     async def run(self, tenant: str, function: Callable[..., T], *args: Any) -> T:

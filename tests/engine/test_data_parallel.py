@@ -268,7 +268,8 @@ async def test_a_request_moves_to_the_same_weights_only(folder, tmp_path, held):
         await until(lambda: new.num_generated_tokens > 2)
         os.kill(first.worker_pid, signal.SIGKILL)
         await until(lambda: first.health() is not None)
-        assert sorted(second.live_request_ids) == (["holder", "new", "old"] if held else ["new"])
+        live = sorted(request.request_id for request in second.live_requests)
+        assert live == (["holder", "new", "old"] if held else ["new"])
         if held:
             assert {seq.adapter for seq in old.sequences()}.isdisjoint(seq.adapter for seq in new.sequences())
             assert await samples_of(old) == [expected_tokens([5, 6], 7, 500)]

@@ -284,7 +284,7 @@ class DriverRun:
 
     async def _drain(self, event: Drain) -> None:
         self.clients.draining = True
-        live = self.driver.live_request_ids
+        live = [request.request_id for request in self.driver.live_requests]
         finished = await self.driver.drain(event.timeout)
         self.monitor.saw("drain finished" if finished else "drain timed out")
         self.monitor.record("drained", live, finished)

@@ -73,7 +73,8 @@ class SuddenStop(DriverRun):
         driver = self.driver
         worker = driver.supervisor.executor._process
         require(worker is None or not worker.alive, "stop", "the server has stopped, its Worker has not")
-        require(not driver.num_live_requests, "stop", f"it still has {driver.live_request_ids}")
+        live = [request.request_id for request in driver.live_requests]
+        require(not live, "stop", f"it still has {live}")
         driver.check_invariants()
         try:
             driver.generate(Request("late", [97], SamplingParams()))
