@@ -21,19 +21,16 @@ from engine.executor.frames import FrameError, read_frame
 from engine.executor.other_ranks import OtherRanks, how_it_ended
 from engine.executor.process_state import count_oom_kills, is_traced, stopped_at, wait_until_stopped
 from engine.executor.step import (
-    AdapterLoaded,
     Answer,
     DriverMessage,
-    FetchedBlocks,
-    GrammarPrepared,
     Heartbeat,
     LoadProgress,
+    SideAnswer,
     SleepWorker,
     StartWorker,
     StepPlan,
     StepResult,
     WakeWorker,
-    WorkerAsleep,
     WorkerFailed,
     WorkerMessage,
     WorkerReady,
@@ -152,7 +149,7 @@ class Executor:
         """The next result, in the order of the plans, or the next answer to another message. Raises WorkerDiedError."""
         while isinstance(message := await self._receive(), Heartbeat):
             self._received_heartbeat()
-        if isinstance(message, FetchedBlocks | GrammarPrepared | AdapterLoaded | WorkerAsleep):
+        if isinstance(message, SideAnswer):
             return message if self._others is None else await self._others.join(message)
         if not isinstance(message, StepResult):
             raise WorkerDiedError(f"the Worker sent {type(message).__name__} in place of a step result")

@@ -23,6 +23,7 @@ from engine.executor.step import (
     FetchedBlocks,
     GrammarPrepared,
     Heartbeat,
+    SideAnswer,
     StartWorker,
     WorkerAsleep,
     WorkerFailed,
@@ -32,7 +33,6 @@ from engine.executor.step import (
     named_error,
 )
 
-SideAnswer = FetchedBlocks | GrammarPrepared | AdapterLoaded | WorkerAsleep
 ASLEEP = b""  # no digest
 REAP_SECONDS = 1.0  # the socket closes a moment before the process can be reaped
 

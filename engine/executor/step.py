@@ -353,7 +353,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 # Handled in parallel to steps.
 SideMessage = FetchBlocks | Vocabulary | PrepareGrammar | ThinkingTags | LoadAdapter | UnloadAdapter
-Answer = StepResult | FetchedBlocks | GrammarPrepared | AdapterLoaded | WorkerAsleep  # answers of a loaded Worker
+SideAnswer = FetchedBlocks | GrammarPrepared | AdapterLoaded | WorkerAsleep  # answers to all messages but plans
+Answer = StepResult | SideAnswer  # answers of a loaded Worker
 DriverMessage = StartWorker | StepPlan | SideMessage | Heartbeat | SleepWorker | WakeWorker
 WorkerMessage = LoadProgress | WorkerReady | WorkerFailed | Answer | Heartbeat
 
