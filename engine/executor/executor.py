@@ -19,7 +19,7 @@ from engine.errors import EngineError, PageserveError, WorkerDiedError
 from engine.executor.child_process import connect, spawn
 from engine.executor.frames import FrameError, read_frame
 from engine.executor.other_ranks import OtherRanks, how_it_ended
-from engine.executor.process_state import count_oom_kills, is_traced, stopped_at, wait_until_stopped
+from engine.executor.process_state import OomKills, is_traced, stopped_at, wait_until_stopped
 from engine.executor.step import (
     Answer,
     DriverMessage,
@@ -81,7 +81,7 @@ class Executor:
         self.watch = StepWatch(GPU_STEP_TIMEOUT)
         self._timer: asyncio.TimerHandle | None = None
         self._stop_watch: asyncio.Task[None] | None = None
-        self._num_oom_kills = count_oom_kills()
+        self._oom_kills = OomKills()
         self._killed: PageserveError | None = None  # the reason why we kill it
         self._others: OtherRanks | None = None
         self._num_heartbeats_due = 0  # answers to the last heartbeat that are still awaited
@@ -227,7 +227,7 @@ class Executor:
         subjects = [(self._process, "the Worker process"), (self._others.killed_process(), "another rank")]
         for process, subject in subjects:
             if process is not None and (process.poll() or 0) < 0:
-                cause, killed = how_it_ended(process, subject, self._oom_kills_since())
+                cause, killed = how_it_ended(process, subject, self._oom_kills.number)
                 return WorkerDiedError(cause, from_outside=killed)
         return None
 
@@ -320,9 +320,4 @@ class Executor:
         """The cause for the log, and True if a signal from outside killed the process."""
         assert self._process is not None
         await self._gone_within(1.0)  # the socket closes a moment before the process can be reaped
-        return how_it_ended(self._process, "the Worker process", self._oom_kills_since())
-
-    def _oom_kills_since(self) -> int | None:
-        """The kernel's kills for lack of memory since this Executor was made; None if unknown."""
-        before, now = self._num_oom_kills, count_oom_kills()
-        return None if before is None or now is None else now - before
+        return how_it_ended(self._process, "the Worker process", self._oom_kills.number)

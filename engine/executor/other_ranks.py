@@ -17,7 +17,7 @@ import msgspec
 from engine.errors import PageserveError, WorkerDiedError
 from engine.executor.child_process import connect, spawn
 from engine.executor.frames import FrameError, read_frame
-from engine.executor.process_state import count_oom_kills, is_traced, stopped_at, wait_until_stopped
+from engine.executor.process_state import OomKills, is_traced, stopped_at, wait_until_stopped
 from engine.executor.step import (
     AdapterLoaded,
     FetchedBlocks,
@@ -153,7 +153,7 @@ class OtherRanks:
             await self._news.wait()
 
     async def _read(self, rank: int, reader: asyncio.StreamReader) -> None:
-        before = count_oom_kills()
+        oom_kills = OomKills()
         try:
             while True:
                 self._take(decode_worker_message(await read_frame(reader)))
@@ -161,9 +161,7 @@ class OtherRanks:
             process = self._processes[rank - 1]
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(process.wait, REAP_SECONDS)
-            now = count_oom_kills()
-            num_oom_kills = None if before is None or now is None else now - before
-            cause, killed = how_it_ended(process, f"rank {rank}", num_oom_kills)
+            cause, killed = how_it_ended(process, f"rank {rank}", oom_kills.number)
             self._end(WorkerDiedError(cause, from_outside=killed))
         except (FrameError, msgspec.MsgspecError) as error:
             self._end(WorkerDiedError(f"rank {rank} sent bytes that are not a message: {error}"))

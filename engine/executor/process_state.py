@@ -24,6 +24,19 @@ def count_oom_kills() -> int | None:
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
 
 
+class OomKills:
+    """The processes that the kernel has killed for lack of memory since this object was made."""
+
+    def __init__(self) -> None:
+        self._before = count_oom_kills()
+
+    @property
+    def number(self) -> int | None:
+        """How many they are; None if unknown."""
+        now = count_oom_kills()
+        return None if self._before is None or now is None else now - self._before
+
+
 def stopped_at(pid: int) -> int | None:
     """The processor time, in clock ticks, of a process that a signal (SIGSTOP) has stopped; None for any other process.
 

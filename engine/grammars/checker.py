@@ -18,7 +18,7 @@ from engine.errors import STOPPED, EngineError, InvalidRequestError, QueueFullEr
 from engine.executor.child_process import connect, spawn
 from engine.executor.fair_slots import FairSlots
 from engine.executor.frames import read_frame
-from engine.executor.process_state import ProcessStoppedError, count_oom_kills, stopped_at, unless_stopped
+from engine.executor.process_state import OomKills, ProcessStoppedError, stopped_at, unless_stopped
 from engine.executor.step import encode_frame
 from engine.executor.timeouts import with_timeout
 from engine.structured_output import StructuredOutput, Vocabulary
@@ -56,7 +56,7 @@ class GrammarHelper:
     def __init__(self, command: tuple[str, ...]) -> None:
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
-        self._num_oom_kills = count_oom_kills()
+        self._oom_kills = OomKills()
 
     async def start(self, vocabulary: Vocabulary, cpu_seconds: float) -> str:
         """Start the process and load the vocabulary; returns "", or the reason why no grammar can be compiled with this
@@ -98,7 +98,7 @@ class GrammarHelper:
             status = self._process.wait(1.0)  # the socket closes shortly before the process can be reaped
         except subprocess.TimeoutExpired:
             return False
-        return status == -signal.SIGKILL and count_oom_kills() == self._num_oom_kills is not None
+        return status == -signal.SIGKILL and self._oom_kills.number == 0
 
     async def _answer(self) -> str:
         return msgspec.msgpack.decode(await read_frame(self._reader), type=str)

@@ -482,7 +482,7 @@ async def test_a_crash_is_not_from_outside_and_a_suspect_stays_one(folder):
 
 async def test_lack_of_memory_is_not_from_outside(folder, monkeypatch):
     kills = iter(range(1000))
-    monkeypatch.setattr(engine.executor.executor, "count_oom_kills", lambda: next(kills))
+    monkeypatch.setattr(engine.executor.process_state, "count_oom_kills", lambda: next(kills))
     async with running_driver(folder, "--step-seconds", "0.5") as driver:
         stream = driver.generate(request("greedy for memory", max_tokens=4))
         for _ in range(3):

@@ -365,7 +365,7 @@ def _patched(run: DriverRun, loop: VirtualLoop) -> Iterator[None]:
             (StepWatch, "TICK_SECONDS", TICK_SECONDS),
             (engine.executor.executor, "stopped_at", lambda pid: monitor.workers[pid].stopped_at),
             (engine.executor.executor, "is_traced", lambda _: False),
-            (engine.executor.executor, "count_oom_kills", lambda: 0),
+            (engine.executor.process_state, "count_oom_kills", lambda: 0),
             (engine.worker.cache.disk_cache, "os", monitor.faults),
             (engine.worker.cache.disk_cache, "threading", SimpleNamespace(Thread=lambda **_: no_thread)),
             (engine.worker.cache.disk_cache, "MAX_QUEUED_WRITES", MAX_QUEUED_WRITES),
