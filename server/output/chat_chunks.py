@@ -6,9 +6,7 @@ from engine.outputs import CompletionOutput, RequestOutput
 from engine.text.tokenizer import Tokenizer
 from server.http.body import encode_json
 from server.output.logprobs import LogprobAligner, TokenNames, chat_logprobs, token_names
-from server.output.sse import DONE, ChunkTemplate
-from server.output.stream_options import Usage
-from server.output.timings import Timings
+from server.output.sse import ChunkTemplate
 from server.protocol import ChatCompletionRequest
 
 
@@ -30,8 +28,8 @@ class ChatChunks:
         prompt_ids: list[int],
         visible_token_ids: tuple[int, ...] = (),
     ) -> None:
-        self._include_usage, self._return_timings = request.include_usage, request.return_timings
-        self._template = ChunkTemplate(head, self._include_usage)
+        self._template = ChunkTemplate(head, request)
+        self.ending = self._template.ending
         self._names: TokenNames = tokenizer
         if request.logprobs:
             self._names = token_names(tokenizer, request.return_tokens_as_token_ids)
@@ -41,7 +39,7 @@ class ChatChunks:
         role = b'"delta":{"role":"assistant","content":"","refusal":null}' + plain_end
         self._roles = [start + role for start in starts]
         if request.return_token_ids:  # once, on the first chunk of the first choice
-            first = ChunkTemplate({**head, "prompt_token_ids": prompt_ids}, self._include_usage)
+            first = ChunkTemplate({**head, "prompt_token_ids": prompt_ids}, request)
             self._roles[0] = b"%b0,%b" % (first.start, role)
         self._starts = [start + b'"delta":{"content":' for start in starts]
         self._finish_starts = [start + b'"delta":{},"logprobs":null,"finish_reason":' for start in starts]
@@ -89,10 +87,3 @@ class ChatChunks:
     def _finish(self, sample: CompletionOutput) -> bytes:
         reasons = encode_json(sample.finish_reason) + b',"stop_reason":' + encode_json(sample.stop_reason)
         return self._finish_starts[sample.index] + reasons + self._template.end
-
-    def ending(self, usage: Usage, timings: Timings) -> bytes:
-        """The bytes after the last output: the usage and the timings that the client asks for, and the end."""
-        fields: dict[str, Any] = {"usage": usage()} if self._include_usage else {}
-        if self._return_timings:
-            fields["timings"] = timings()
-        return self._template.last(fields) + DONE if fields else DONE

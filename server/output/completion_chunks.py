@@ -7,9 +7,7 @@ from engine.text.tokenizer import Tokenizer
 from server.http.body import encode_json
 from server.output.logprobs import Entry, LogprobAligner, completion_logprobs, token_names
 from server.output.prompt_logprobs import PromptReports
-from server.output.sse import DONE, ChunkTemplate
-from server.output.stream_options import Usage
-from server.output.timings import Timings
+from server.output.sse import ChunkTemplate
 from server.protocol import CompletionRequest
 
 
@@ -32,8 +30,8 @@ class CompletionChunks:
         prompt_ids: list[list[int]],
         reports: PromptReports,
     ) -> None:
-        self._include_usage, self._return_timings = request.include_usage, request.return_timings
-        self._template = ChunkTemplate(head, self._include_usage)
+        self._template = ChunkTemplate(head, request)
+        self.ending = self._template.ending
         self._names = token_names(tokenizer, request.return_tokens_as_token_ids)
         self._n = request.n
         self._prompt_ids = [ids for ids in prompt_ids for _ in range(request.n)] if request.return_token_ids else None
@@ -91,10 +89,3 @@ class CompletionChunks:
 
     def _frame(self, i: int, text: str, rest: dict[str, Any]) -> bytes:
         return self._starts[i] + encode_json(text) + b"," + encode_json(rest)[1:-1] + self._template.end
-
-    def ending(self, usage: Usage, timings: Timings) -> bytes:
-        """The bytes after the last output: the usage and the timings that the client asks for, and the end."""
-        fields: dict[str, Any] = {"usage": usage()} if self._include_usage else {}
-        if self._return_timings:
-            fields["timings"] = timings()
-        return self._template.last(fields) + DONE if fields else DONE

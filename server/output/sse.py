@@ -16,6 +16,9 @@ from server.http.body import encode_json
 from server.http.http_protocol import ABORT, CHUNKS, ChunkWriter
 from server.intake.generation import Generation, PromptLogprobsHandler
 from server.output.collect import while_connected
+from server.output.stream_options import Usage
+from server.output.timings import Timings
+from server.protocol import GenerationRequest
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -33,14 +36,21 @@ class ChunkTemplate:
     a pydantic model takes 5.5 us.
     """
 
-    def __init__(self, head: dict[str, Any], include_usage: bool) -> None:
+    def __init__(self, head: dict[str, Any], request: GenerationRequest) -> None:
         self._head = head
+        self._include_usage, self._return_timings = request.include_usage, request.return_timings
         self.start = b"data: " + encode_json(head)[:-1] + b',"choices":[{"index":'
-        self.end = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
+        self.end = b'}],"usage":null}\n\n' if request.include_usage else b"}]}\n\n"
 
-    def last(self, fields: dict[str, Any]) -> bytes:
-        """A chunk without choices, for fields that are known when all choices have ended."""
-        return b"data: " + encode_json({**self._head, "choices": [], **fields}) + b"\n\n"
+    def ending(self, usage: Usage, timings: Timings) -> bytes:
+        """The bytes after the last output: a chunk without choices, which has the usage and the timings if the client
+        asks for them, and the end."""
+        fields: dict[str, Any] = {"usage": usage()} if self._include_usage else {}
+        if self._return_timings:
+            fields["timings"] = timings()
+        if not fields:
+            return DONE
+        return b"data: " + encode_json({**self._head, "choices": [], **fields}) + b"\n\n" + DONE
 
 
 async def _nothing() -> AsyncIterator[bytes]:
