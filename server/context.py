@@ -79,14 +79,18 @@ class Models:
 
     def check_ready(self) -> None:
         """Raise UnavailableError unless a model accepts requests."""
-        if not any(served.driver.phase in SERVING_PHASES for served in self._served):
+        if not any(served.loaded for served in self._served):
             self._served[0].check_ready()
+
+    @property
+    def all_loaded(self) -> bool:
+        """True once every model has loaded."""
+        return all(served.loaded for served in self._served)
 
     @property
     def longest_context(self) -> int:
         """The context in tokens of the model with the longest one, of those that have loaded."""
-        ready = [driver for driver in self.drivers if driver.phase in SERVING_PHASES]
-        return max(driver.model.max_model_len for driver in ready)
+        return max(served.driver.model.max_model_len for served in self._served if served.loaded)
 
 
 @dataclass(frozen=True)
@@ -196,7 +200,7 @@ class Served:
 
     def check_ready(self) -> None:
         """Raise UnavailableError unless requests are accepted."""
-        if self.driver.phase not in SERVING_PHASES:
+        if not self.loaded:
             raise UnavailableError(f"The server is not ready ({self.driver.phase}). Try again shortly.")
 
     def _check_limits(self, request: GenerationRequest) -> None:

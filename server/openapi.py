@@ -10,7 +10,6 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from engine.driver import SERVING_PHASES
 from server.config import ServerConfig
 from server.context import Models
 from server.errors import is_anthropics
@@ -162,7 +161,7 @@ def describe(
         if app.openapi_schema:
             return app.openapi_schema
         document = _document(app, config, kinds, models)
-        if _have_loaded(models):
+        if models.all_loaded:
             app.openapi_schema = document
         return document
 
@@ -205,13 +204,9 @@ def _document(app: FastAPI, config: ServerConfig, kinds: list[type[BaseModel]], 
     return document
 
 
-def _have_loaded(served: Models) -> bool:
-    return all(driver.phase in SERVING_PHASES for driver in served.drivers)
-
-
 def _limits_of(served: Models) -> list[tuple[str, str, int]]:
     """(model, field, maximum) of the fields that the models limit; nothing before all models have loaded."""
-    if not _have_loaded(served):
+    if not served.all_loaded:
         return []
     models = [driver.model for driver in served.drivers]
     return [
