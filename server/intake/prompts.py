@@ -65,7 +65,7 @@ class Truncation:
         """(the tokens that are left, the number of tokens cut off; a lower bound where the text was read in part)."""
         ids = part.token_ids
         num_cut = max(0, len(ids) - self.limit)
-        total = num_cut + -(-part.num_unread // driver.tokenizer.max_chars_per_token)
+        total = num_cut + fewest_tokens(driver, part.num_unread)
         if not num_cut:
             return ids, total
         if self.side == "right":
@@ -98,20 +98,18 @@ def check_text_length(driver: Engine, num_chars: int, param: str, may_be_long: b
         check_length(driver, num_chars, param)
     elif num_chars > MAX_TRUNCATED_CHARS:
         message = f"The prompt has {num_chars} characters; truncation accepts at most {MAX_TRUNCATED_CHARS}."
-        at_least = -(-num_chars // driver.tokenizer.max_chars_per_token)
-        raise ContextLengthError(message, param, prompt_size(driver, at_least))
+        raise ContextLengthError(message, param, prompt_size(driver, fewest_tokens(driver, num_chars)))
 
 
 def check_length(driver: Engine, num_chars: int, param: str) -> None:
     """Refuse a text that cannot fit by its number of characters, before any work for it."""
-    limit = driver.model.max_model_len
-    at_least = -(-num_chars // driver.tokenizer.max_chars_per_token)
+    limit, at_least = driver.model.max_model_len, fewest_tokens(driver, num_chars)
     if at_least >= limit:
         raise ContextLengthError(
             f"This model's maximum context length is {limit} tokens; the prompt has {num_chars} characters, so at "
             f"least {at_least} tokens. Shorten it.",
             param,
-            PromptSize(at_least, limit - 1, limit),
+            prompt_size(driver, at_least),
         )
 
 
@@ -154,6 +152,11 @@ def check_read(driver: Engine, part: EncodedPart, reading: Reading, param: str) 
         )
 
 
+def fewest_tokens(driver: Engine, num_chars: int) -> int:
+    """A lower bound on the tokens of a text with `num_chars` characters."""
+    return -(-num_chars // driver.tokenizer.max_chars_per_token)
+
+
 def prompt_size(driver: Engine, at_least: int) -> PromptSize:
     """The size of a prompt with at least `at_least` tokens, for errors."""
     context = driver.model.max_model_len
@@ -175,7 +178,7 @@ def check_chat_size(driver: Engine, request: ChatCompletionRequest, may_be_long:
                 f"This model's maximum context length is {driver.model.max_model_len} tokens. The prompt may have at "
                 f"most {limit} characters; with {name} it has more. Shorten them.",
                 name,
-                prompt_size(driver, -(-limit // driver.tokenizer.max_chars_per_token)),
+                prompt_size(driver, fewest_tokens(driver, limit)),
             )
     # Templates leave out thoughts of earlier turns and format arguments anew: both may be longer than the context.
     limit = max(context, MAX_TRUNCATED_CHARS)

@@ -27,7 +27,7 @@ from server.errors import invalid, new_id
 from server.http.body import encode_json
 from server.http.caller import Caller, EnginePrompt
 from server.intake.generation import OutputStream
-from server.intake.prompts import check_vocabulary, portions, reading_of
+from server.intake.prompts import check_vocabulary, fewest_tokens, portions, reading_of
 from server.output.collect import while_connected
 from server.protocol import Prompt, Strict, parse_prompts
 from server.protocol.generation_request import MAX_TIMEOUT, Salt
@@ -146,7 +146,7 @@ def _check_text(driver: Engine, text: str, name: str, truncated: bool) -> None:
     """Refuse a text that is empty, or too long by its characters alone."""
     if not text:
         raise invalid(f"{name} is an empty string; there is nothing to embed.", name)
-    at_least = -(-len(text) // driver.tokenizer.max_chars_per_token)
+    at_least = fewest_tokens(driver, len(text))
     if at_least > driver.model.max_model_len and not truncated:
         raise _too_long(driver, f"{len(text)} characters, so at least {at_least} tokens", name)
 
