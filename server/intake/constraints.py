@@ -31,7 +31,7 @@ async def compile_output(driver: Engine, output: StructuredOutput | None, param:
         raise _naming(param, error) from None
 
 
-async def check_output(driver: Engine, output: StructuredOutput, param: str, tenant: str) -> None:
+async def check_output(driver: Engine, output: StructuredOutput, param: str | None, tenant: str) -> None:
     """Raise InvalidRequestError naming `param` where the form cannot be compiled."""
     try:
         await driver.grammars.checker.check(output, tenant)
@@ -41,8 +41,8 @@ async def check_output(driver: Engine, output: StructuredOutput, param: str, ten
 
 def _naming(param: str | None, error: InvalidRequestError) -> InvalidRequestError:
     """The error of a form that `param` holds. It names the place in the schema, if the error has one."""
-    if place := (error.param or "").removeprefix("structured_output"):
-        param = f"{SCHEMAS.get(f'{param}', param)}{place}"
+    if param is not None and (place := (error.param or "").removeprefix("structured_output")):
+        param = SCHEMAS.get(param, param) + place
     return invalid(f"{param}: {error}", param)
 
 

@@ -121,7 +121,7 @@ async def _compile(served: Served, request: ChatCompletionRequest, form: AnswerF
     if form is None or form.grammar is None:
         return await compile_output(driver, asked, asked_by, tenant)
     if asked is not None:
-        await check_output(driver, asked, f"{asked_by}", tenant)
+        await check_output(driver, asked, asked_by, tenant)
     try:
         await compile_output(driver, form.grammar, "tools" if form.tool_format else asked_by, tenant)
     except InvalidRequestError:
