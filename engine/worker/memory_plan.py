@@ -19,7 +19,7 @@ from engine.errors import ConfigError, PageserveError
 from engine.models.config import ModelConfig
 from engine.models.families import quantized_on_load, read_model_config
 from engine.models.loading.load import check_checkpoint, slot_bytes, weight_bytes
-from engine.settings import add_flags, load_settings, parse_size
+from engine.settings import CONFIG_VARIABLE, add_flags, load_settings, parse_size, settings_of
 from engine.worker.cache.kv_cache import (
     DoesNotFitError,
     KVCacheSize,
@@ -93,9 +93,8 @@ def make_plan(
     if on_gpu:
         weights += slot_bytes(model, config.lora_slots, dtype_bytes)
     shares = model.quantization is not None and model.quantization.reads_plain  # a quantised table serves both
-    if (
-        not on_gpu and dtype_bytes == 2 and model.tie_embeddings and not shares
-    ):  # packed for lm_head, plain for embedding
+    if not on_gpu and dtype_bytes == 2 and model.tie_embeddings and not shares:
+        # The table is held twice: packed for lm_head, plain for the embedding.
         weights += len(model.vocab_part) * model.embedding_size * dtype_bytes
     models = [model] if draft is None else [model, draft]
     compresses = keeps_compressed(config, models, dtype, machine.device_type, machine.total_bytes)
@@ -141,7 +140,7 @@ def make_plan(
 
 
 def _num_positions(config: EngineConfig, model: ModelConfig, machine: Machine, dtype_bytes: int) -> int:
-    """Rows of the rotary tables, with the bound that load_runner uses."""
+    """Rows of the rotary tables, with the bound that load_decoder uses."""
     budget = machine.total_bytes
     if machine.device_type != "cuda" and config.kv_cache_memory is None:
         budget = host_cache_bytes(config, budget)
@@ -238,13 +237,10 @@ def _candidates(config: EngineConfig, model: ModelConfig, machine: Machine) -> I
     longest = config.max_model_len or model.max_position_embeddings
     lengths = [n for i in range(1, 64) if (n := longest * (64 - i) // 64 // config.block_size * config.block_size)]
     yield [{"max_model_len": n} for n in lengths]
-    seqs = limits.max_num_seqs
-    yield [{"max_num_seqs": n} for n in _halves(seqs, 1)]
-    yield [{"max_num_batched_tokens": n} for n in _halves(limits.max_num_batched_tokens, MIN_BATCHED_TOKENS)]
-    yield [
-        {"max_num_seqs": a, "max_num_batched_tokens": b}
-        for a, b in zip(_halves(seqs, 1), _halves(limits.max_num_batched_tokens, MIN_BATCHED_TOKENS), strict=False)
-    ]
+    seqs, tokens = _halves(limits.max_num_seqs, 1), _halves(limits.max_num_batched_tokens, MIN_BATCHED_TOKENS)
+    yield [{"max_num_seqs": n} for n in seqs]
+    yield [{"max_num_batched_tokens": n} for n in tokens]
+    yield [{"max_num_seqs": a, "max_num_batched_tokens": b} for a, b in zip(seqs, tokens, strict=False)]
     if machine.device_type == "cuda":
         percent = int(config.gpu_memory_utilization * 100)
         yield [{"gpu_memory_utilization": p / 100} for p in range(percent + 1, 98)]
@@ -257,9 +253,8 @@ def _candidates(config: EngineConfig, model: ModelConfig, machine: Machine) -> I
     else:
         yield [{"kv_cache_memory": f"{1 << i}MiB"} for i in range(4, 22)]
     if config.num_blocks is not None:
-        yield [
-            {"num_blocks": n} for n in (*_halves(config.num_blocks, 1), *(config.num_blocks << i for i in range(20)))
-        ]
+        fewer, more = _halves(config.num_blocks, 1), [config.num_blocks << i for i in range(20)]
+        yield [{"num_blocks": n} for n in (*fewer, *more)]
     if config.kv_cache_dtype == "auto":
         yield [{"kv_cache_dtype": "int8"}]
     if config.compressed_weights:
@@ -377,8 +372,6 @@ def read_arguments(arguments: list[str]) -> tuple[EngineConfig, Machine]:
 
 def _engine_environment() -> dict[str, str]:
     """The environment variables of engine settings, without those of the server."""
-    from engine.settings import CONFIG_VARIABLE, settings_of
-
     known = {setting.env for setting in settings_of(EngineConfig).values()} | {CONFIG_VARIABLE}
     return {name: value for name, value in os.environ.items() if name in known}
 
