@@ -39,6 +39,8 @@ from engine.worker.speculation import DraftModel, DraftRounds, HostPasses, NoDra
 
 T = TypeVar("T")
 
+NO_EXTRAS = Extras()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerParts:
@@ -65,25 +67,33 @@ class RunnerParts:
 
 
 @dataclass(frozen=True, slots=True)
+class Computation:
+    """The results of a step that is queued on the device, or done. The tokens of its `targets` are in `runs`, or in
+    `token_ids` (int64, or FAILED) where one program or graph found all of them, or in `rounds` for a step with drafts.
+    """
+
+    targets: SampleTargets
+    runs: tuple[SamplerRun, ...] = ()
+    token_ids: IntArray | None = None
+    rounds: DraftRounds | None = None
+    extras: Extras = NO_EXTRAS
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchedStep:
     """A step whose work is queued on the device (or done, on a CPU). Call `result` once, in the order of launches.
 
-    `targets` is None where the plan samples nothing. Their tokens are in `runs`, or in `token_ids` where all of them
-    were decoded greedily in one piece, or in `rounds` for a step with drafts. `slow_masks`: see StepResult.
+    `computation` is None where the plan only moves blocks or removes sequences. `slow_masks`: see StepResult.
     """
 
     step_id: int
     started: float  # time.perf_counter()
     failed: dict[int, str]  # sequence id -> why the sequence cannot be served at all
-    targets: SampleTargets | None = None
-    runs: tuple[SamplerRun, ...] = ()
-    token_ids: IntArray | None = None
-    ready: Mark | None = None
-    rounds: DraftRounds | None = None
-    offloads: list[BlockMove] = field(default_factory=list)
-    extras: Extras | None = None
-    draft_seconds: float = 0.0
-    slow_masks: dict[int, float] = field(default_factory=dict)
+    computation: Computation | None
+    ready: Mark | None
+    offloads: list[BlockMove]
+    draft_seconds: float
+    slow_masks: dict[int, float]
 
     def done(self) -> bool:
         """True if `ModelRunner.result` need not wait for the device."""
@@ -191,33 +201,18 @@ class ModelRunner:
             self._buffer.upload()
             self._in_queue(enter)
         plan, draft_seconds = self.draft_model.propose(plan)
-        targets: SampleTargets | None = None
-        runs: tuple[SamplerRun, ...] = ()
-        token_ids: IntArray | None = None
-        extras: Extras | None = None
-        rounds: DraftRounds | None = None
-        if (staged := self._stage_bucket(plan)) is not None:
-            buckets, targets = staged
-            self.draft_model.computed(buckets.slots)
-            rounds = self._rounds(plan, targets)
-            runs, token_ids = self._run_bucket(buckets, targets, rounds)
-        elif plan.chunks or plan.decodes:
-            targets, runs, token_ids, rounds, extras = self._run(plan)
+        computation = self._compute(plan)
         ready = None if self._queue is None else self._queue.mark()
-        if targets is not None and runs and rounds is None:  # the input ids of the next step need these tokens
-            self.sampler.note_launched(targets, runs, ready)
+        if computation is not None and computation.runs:  # the input ids of the next step need these tokens
+            self.sampler.note_launched(computation.targets, computation.runs, ready)
         failed |= self.sampler.take_failed()
         return LaunchedStep(
             step_id=plan.step_id,
             started=started,
             failed=failed,
-            targets=targets,
-            runs=runs,
-            token_ids=token_ids,
+            computation=computation,
             ready=ready,
-            rounds=rounds,
             offloads=plan.offloads,
-            extras=extras,
             draft_seconds=draft_seconds,
             slow_masks=self.sampler.take_slow_masks(),
         )
@@ -226,22 +221,16 @@ class ModelRunner:
         """Wait for a launched step and read its tokens."""
         if step.ready is not None:
             step.ready.wait()
-        builder = ResultBuilder(dict(step.failed), [], [], [])
-        scores, vectors = (step.extras or Extras()).results(builder.failed)
+        builder, computation = ResultBuilder(dict(step.failed), [], [], []), step.computation
+        extras = NO_EXTRAS if computation is None else computation.extras
+        scores, vectors = extras.results(builder.failed)
         verified: list[list[SampledToken]] = []
-        if step.rounds is not None:
-            verified = step.rounds.results(builder, self.batch)
-        elif step.targets is not None:
-            seq_ids = step.targets.seq_ids.tolist()
-            if step.token_ids is not None:
-                builder.add_tokens(seq_ids, step.token_ids.tolist())
-            remaining = iter(seq_ids)
-            for run in step.runs:
-                builder.add_run(remaining, run)
-        if step.targets is not None and step.ready is not None and self.draft_model.reads_tokens:
-            self._store_tokens(step.targets, builder)
+        if computation is not None:
+            verified = self._read_tokens(computation, builder)
+            if step.ready is not None and self.draft_model.reads_tokens:
+                self._store_tokens(computation.targets, builder)
         if self.host_cache.has_disk:
-            self.host_cache.keep(step.offloads, flush=step.targets is None)
+            self.host_cache.keep(step.offloads, flush=computation is None)
         return StepResult(
             step_id=step.step_id,
             detailed=builder.detailed,
@@ -255,6 +244,18 @@ class ModelRunner:
             draft_seconds=step.draft_seconds,
             slow_masks=step.slow_masks,
         )
+
+    def _read_tokens(self, computation: Computation, builder: ResultBuilder) -> list[list[SampledToken]]:
+        """Add the sampled tokens to `builder`; returns those of sequences with a draft (StepResult.verified)."""
+        if computation.rounds is not None:
+            return computation.rounds.results(builder, self.batch)
+        seq_ids = computation.targets.seq_ids.tolist()
+        if computation.token_ids is not None:
+            builder.add_tokens(seq_ids, computation.token_ids.tolist())
+        remaining = iter(seq_ids)
+        for run in computation.runs:
+            builder.add_run(remaining, run)
+        return []
 
     def _store_tokens(self, targets: SampleTargets, builder: ResultBuilder) -> None:
         """Enter the tokens that a GPU sampled; DraftRounds.results has entered those of sequences with a draft."""
@@ -379,6 +380,12 @@ class ModelRunner:
         self._scorer.add(new)
         return ""
 
+    def _compute(self, plan: StepPlan) -> Computation | None:
+        """Queue the computation of a plan; None for a plan without any."""
+        if (staged := self._stage_bucket(plan)) is not None:
+            return self._run_bucket(plan, *staged)
+        return self._run(plan) if plan.chunks or plan.decodes else None
+
     def _stage_bucket(self, plan: StepPlan) -> tuple[BucketRunner, SampleTargets] | None:
         """Stage a plan that runs in a bucket: decodes alone, or a step with chunks whose graph is recorded.
 
@@ -400,28 +407,28 @@ class ModelRunner:
     def _rounds(self, plan: StepPlan, targets: SampleTargets) -> DraftRounds | None:
         return DraftRounds(plan, targets, self.sampler.depends_on_tokens) if plan.drafts else None
 
-    def _run_bucket(
-        self, buckets: BucketRunner, targets: SampleTargets, rounds: DraftRounds | None
-    ) -> tuple[tuple[SamplerRun, ...], IntArray | None]:
-        """Run a staged step: (sampler runs of its targets, or their tokens where all are greedy)."""
+    def _run_bucket(self, plan: StepPlan, buckets: BucketRunner, targets: SampleTargets) -> Computation:
+        """Run a staged step."""
+        self.draft_model.computed(buckets.slots)
+        rounds = self._rounds(plan, targets)
         sampling = self.sampler.build_inputs(targets, self._buffer.put)
         self._buffer.upload()
         hidden = buckets.forward()
         if not len(targets.rows):
-            return (), None
+            return Computation(targets)
         if sampling is None:
             token_ids = buckets.greedy()
             if rounds is not None:
                 rounds.add_all(token_ids)
-            return (), token_ids
+            return Computation(targets, token_ids=token_ids, rounds=rounds)
         if rounds is not None:
             buckets.store(self._sample_rounds(hidden, rounds))
-            return (), None
+            return Computation(targets, rounds=rounds)
         buckets.begin_sampling()
         constraints = self.sampler.constrain(targets)
         runs = self._in_queue(lambda: self.sampler.sample(hidden, targets, sampling, constraints))
         buckets.store(token_ids_of(runs))
-        return tuple([run.to_host() for run in runs]), None
+        return Computation(targets, tuple([run.to_host() for run in runs]))
 
     def _sample_rounds(self, hidden: Tensor, rounds: DraftRounds) -> Tensor:
         """Sample a step with drafts, whose hidden states are queued. Returns the token of each target, int64 on the
@@ -456,11 +463,8 @@ class ModelRunner:
         sampler.note_launched(part if queue is None else rounds.noted(places), runs, ready)
         return ready
 
-    def _run(
-        self, plan: StepPlan
-    ) -> tuple[SampleTargets, tuple[SamplerRun, ...], IntArray | None, DraftRounds | None, Extras]:
-        """Run a step without a bucket: (targets, sampler runs, or their tokens where one program of a CPU computed all
-        of them, rounds of drafts, the step's other results)."""
+    def _run(self, plan: StepPlan) -> Computation:
+        """Run a step without a bucket."""
         put, scores = self._buffer.put, self._scorer.wants(plan.chunks)
         if self._queue is None and not plan.chunks:
             inputs = self._build_decodes(plan)
@@ -483,17 +487,17 @@ class ModelRunner:
         if alone and (token_ids := self._decode_tokens(inputs, slots)) is not None:
             if (rounds := self._rounds(plan, targets)) is not None:
                 rounds.add_all(token_ids)
-            return targets, (), token_ids, rounds, Extras()
+            return Computation(targets, token_ids=token_ids, rounds=rounds)
         sampling = None if plan.drafts else self.sampler.build_inputs(targets, put)
         device_rows = put(targets.rows)
         self._buffer.upload()
         hidden, extras = self._in_queue(lambda: self._forward(inputs, to_score, pooled, slots))
         if not len(targets.rows):
-            return targets, (), None, None, extras
+            return Computation(targets, extras=extras)
         if (rounds := self._rounds(plan, targets)) is not None:
             found = self._sample_rounds(hidden, rounds)
             self._in_queue(lambda: self._last_tokens.index_copy_(0, device_rows, found))
-            return targets, (), None, rounds, extras
+            return Computation(targets, rounds=rounds, extras=extras)
         constraints = self.sampler.constrain(targets)
 
         def sample_and_store() -> list[SamplerRun]:
@@ -502,7 +506,7 @@ class ModelRunner:
             return runs
 
         runs = self._in_queue(sample_and_store)
-        return targets, tuple([run.to_host() for run in runs]), None, None, extras
+        return Computation(targets, tuple([run.to_host() for run in runs]), extras=extras)
 
     def _build_decodes(self, plan: StepPlan) -> StepInputs:
         rows = self.batch.decode_rows(plan.decodes, plan.decode_blocks)
