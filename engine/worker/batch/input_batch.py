@@ -337,6 +337,13 @@ class InputBatch:
         wanted = layout.sampled if len(layout.sampled) else np.zeros(1, np.int64)
         every_row = every_row or len(wanted) == layout.ends[-1]
         tables = self._tables(layout, None if every_row else wanted, put, device_rows)
+        outputs = None
+        if tables.of_outputs is not None:
+            outputs = OutputRows(
+                indices=put(layout.ends[wanted] - 1),
+                block_tables=tables.of_outputs,
+                seq_lens=put(layout.seq_lens[wanted].astype(np.int32)),
+            )
         metadata = BatchMetadata(
             positions=put(layout.positions),
             slot_mapping=put(layout.slots),
@@ -345,13 +352,7 @@ class InputBatch:
             seq_lens=put(layout.seq_lens.astype(np.int32)),
             cu_seqlens_q=put(cu_seqlens_q),
             max_seqlen_q=int(chunk_lens.max(initial=0)),
-            outputs=None
-            if tables.of_outputs is None
-            else OutputRows(
-                indices=put(layout.ends[wanted] - 1),
-                block_tables=tables.of_outputs,
-                seq_lens=put(layout.seq_lens[wanted].astype(np.int32)),
-            ),
+            outputs=outputs,
             plan=self.attention_plan,
             prefill=self._plan_prefills(layout, cu_seqlens_q, put),
         )
@@ -465,16 +466,15 @@ class InputBatch:
         rows = np.repeat(np.array([self.enter_draft(draft) for draft in drafts], np.int64), counts)
         return DraftRows(rows, np.concatenate([NO_OFFSETS, *[np.arange(1, count + 1) for count in counts]]))
 
-    def _places_with(self, rows: IntArray, drafts: Sequence[Draft]) -> tuple[IntArray, "DecodePlaces"]:
+    def _places_with(self, rows: IntArray, drafts: Sequence[Draft]) -> tuple[IntArray, DecodePlaces]:
         """(rows, places) of decodes, then of their draft tokens."""
         entered, num_decodes = self._enter_drafts(drafts), len(rows)
         rows = np.concatenate([rows, entered.rows])
         positions = self.num_computed[rows]
         positions[num_decodes:] += entered.offsets
         seq_lens = positions + 1
-        self._check_decodes(rows[:num_decodes], seq_lens[:num_decodes])
-        if (seq_lens > self.num_blocks[rows] * self.block_size).any():
-            raise EngineError(NO_BLOCK)
+        self._check_known(rows[:num_decodes], seq_lens[:num_decodes])
+        self._check_blocks(rows, seq_lens)
         self._decodes = None
         return rows, DecodePlaces(positions, seq_lens, self.slots(rows, positions))
 
@@ -501,11 +501,12 @@ class InputBatch:
             raise EngineError("the plan forks a sequence that samples nothing in this step")
         return parents
 
-    def _decode_places(self, rows: IntArray) -> "DecodePlaces":
+    def _decode_places(self, rows: IntArray) -> DecodePlaces:
         """The places of the next token of each row. EngineError if plan and Worker disagree."""
         positions = self.num_computed[rows]
         seq_lens = positions + 1
-        self._check_decodes(rows, seq_lens)
+        self._check_known(rows, seq_lens)
+        self._check_blocks(rows, seq_lens)
         return DecodePlaces(positions, seq_lens, self.slots(rows, positions))
 
     def _count_decodes(self, rows: IntArray, seq_lens: IntArray) -> SampleTargets:
@@ -527,9 +528,13 @@ class InputBatch:
             first = row * self.block_table.shape[1]
             self.changed_cells += range(first + start, first + end)
 
-    def _check_decodes(self, rows: IntArray, seq_lens: IntArray) -> None:
+    def _check_known(self, rows: IntArray, seq_lens: IntArray) -> None:
+        """EngineError unless each decode computes the last known token of its sequence."""
         if (seq_lens != self.num_tokens[rows]).any():
             raise EngineError(DISAGREE)
+
+    def _check_blocks(self, rows: IntArray, seq_lens: IntArray) -> None:
+        """EngineError if a token has no block."""
         if (seq_lens > self.num_blocks[rows] * self.block_size).any():
             raise EngineError(NO_BLOCK)
 
@@ -539,8 +544,7 @@ class InputBatch:
         known = self.num_tokens[rows] + offsets
         if (seq_lens > known).any() or ((seq_lens == known) != samples).any():
             raise EngineError(DISAGREE)
-        if (seq_lens > self.num_blocks[rows] * self.block_size).any():
-            raise EngineError(NO_BLOCK)
+        self._check_blocks(rows, seq_lens)
 
     def _advance(self, rows: IntArray, seq_lens: IntArray, sample_rows: IntArray) -> None:
         self.num_computed[rows] = seq_lens
