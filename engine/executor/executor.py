@@ -67,12 +67,10 @@ class Executor:
     An Executor lives as long as its Worker: the next Worker has the next Executor.
     """
 
-    def __init__(
-        self, worker_command: tuple[str, ...] = WORKER_COMMAND, durations: StepDurations | None = None
-    ) -> None:
+    def __init__(self, worker_command: tuple[str, ...], durations: StepDurations) -> None:
         """`durations` knows the times of steps of earlier Workers."""
         self._command = worker_command
-        self._durations = durations or StepDurations()
+        self._durations = durations
         self.ready = False  # True while plans may be sent
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None

@@ -95,7 +95,7 @@ class RecordedDecodes:
         kv_caches: Sequence[KVCache],
         max_rows: int,
         max_blocks: int,
-        adapters: AdapterLayers | None = None,
+        adapters: AdapterLayers | None,
     ) -> None:
         """max_blocks: the width of the widest block table. adapters: those beside the layers, whose kernels are part of
         the programs of steps that have a row with an adapter."""

@@ -59,7 +59,7 @@ class Admission:
         reserve: BlockReserve,
         fair_share: FairShare,
         whole_sequences: bool,
-        max_loras: int = 0,
+        max_loras: int,
     ) -> None:
         """`whole_sequences`: an encoder computes all tokens of a sequence in one step. `max_loras`: most adapters that
         running sequences may have."""

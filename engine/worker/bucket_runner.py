@@ -69,7 +69,7 @@ class BucketRunner:
         counts: TokenCounts,
         settings: BucketSettings,
         attention_plan: AttentionPlan | None,
-        adapters: AdapterSlots | None = None,
+        adapters: AdapterSlots | None,
     ) -> None:
         self._adapters = adapters
         self.max_seqs = settings.max_seqs

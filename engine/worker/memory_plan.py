@@ -217,9 +217,7 @@ def _fits(config: EngineConfig, model: ModelConfig, machine: Machine, draft: Mod
         return False
 
 
-def least_memory(
-    config: EngineConfig, model: ModelConfig, machine: Machine, draft: ModelConfig | None = None
-) -> int | None:
+def least_memory(config: EngineConfig, model: ModelConfig, machine: Machine, draft: ModelConfig | None) -> int | None:
     """Bytes of the smallest machine of this kind that fits these settings, in steps of 64 MiB; None if no size
     helps."""
     sizes = range(machine.total_bytes, 1 << 50, 64 << 20)

@@ -74,7 +74,7 @@ class PooledStep:
 class Pooler:
     """The sequences to embed that the Worker holds; costs nothing where there are none."""
 
-    def __init__(self, dense: Sequence[Layer] = ()) -> None:
+    def __init__(self, dense: Sequence[Layer]) -> None:
         self._dense = dense
         self._sequences: dict[int, PooledSequence] = {}
 
@@ -121,7 +121,7 @@ class Pooler:
 
 
 def finish_vectors(
-    vectors: Tensor, sequences: Sequence[PooledSequence], failed: dict[int, str], dense: Sequence[Layer] = ()
+    vectors: Tensor, sequences: Sequence[PooledSequence], failed: dict[int, str], dense: Sequence[Layer]
 ) -> dict[int, bytes]:
     """Pass fp32 rows [sequences, hidden] on the host through `dense`, cut and normalise them as the parameters of each
     sequence say.

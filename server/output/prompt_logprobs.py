@@ -27,7 +27,7 @@ class PromptReports:
         request: GenerationRequest,
         texts: list[str],
         num_echoed: int | None,
-        tenant: str = "",
+        tenant: str,
     ) -> None:
         """`texts` as `echo` repeats them, for `num_echoed` alternatives to each token (None: no echo is scored)."""
         self.echoed: dict[int, dict[str, list[Any]]] = {}

@@ -31,7 +31,7 @@ def integer_weight(
     bits: int,
     scales: Tensor,
     group_size: int,
-    zeros: Tensor | None = None,
+    zeros: Tensor | None,
     permutation: Tensor | None = None,
     symmetric: bool = True,
 ) -> QuantizedWeight:

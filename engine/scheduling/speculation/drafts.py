@@ -404,7 +404,7 @@ class NgramDrafts(Drafts):
 class ModelDrafts(NgramDrafts):
     """Drafts from the Worker's draft model."""
 
-    def __init__(self, max_tokens: int, bounds: DraftBounds = CPU_BOUNDS) -> None:
+    def __init__(self, max_tokens: int, bounds: DraftBounds) -> None:
         super().__init__(max_tokens, DraftBounds(MODEL_DECODES, bounds.weight_rows))
         self._costs: PassCosts = PassCosts(bounds.weight_rows)
         self._passes: dict[int, int] = {}  # by step id, for steps under way

@@ -214,7 +214,7 @@ class InputBatch:
         blocks: list[int],
         first_input: int,
         arrays: BucketInputs[IntArray],
-        drafts: Sequence[Draft] = (),
+        drafts: Sequence[Draft],
     ) -> SampleTargets:
         """`build` for a step of decodes alone, whose inputs go into the arrays of BucketBuffers; first_input: see
         BucketInputs.sources."""
@@ -233,7 +233,7 @@ class InputBatch:
             arrays.sources[:n] = _sources(input_ids, first_input)
         return self._count_decodes(rows, places.seq_lens)
 
-    def build_decodes(self, rows: IntArray, buffer: StepBuffer, drafts: Sequence[Draft] = ()) -> StepInputs:
+    def build_decodes(self, rows: IntArray, buffer: StepBuffer, drafts: Sequence[Draft]) -> StepInputs:
         """`build` for a step of decodes alone on a CPU, which has all tokens: no array per token is made twice. rows:
         decode_rows of the plan."""
         rows, places = self._places_with(rows, drafts) if drafts else (rows, self._decode_places(rows))

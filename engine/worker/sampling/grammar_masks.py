@@ -35,7 +35,7 @@ class _Launched:
 
 class GrammarMasks:
     def __init__(
-        self, batch: InputBatch, eos_token_ids: list[int], queue: DeviceQueue | None, ranks: Ranks | None = None
+        self, batch: InputBatch, eos_token_ids: list[int], queue: DeviceQueue | None, ranks: Ranks | None
     ) -> None:
         self._ranks = ranks
         self._makes_masks = ranks is None or ranks.rank == 0

@@ -70,7 +70,7 @@ class StepSampler:
         eos_token_ids: list[int],
         device: torch.device,
         queue: DeviceQueue | None,
-        adapters: AdapterSlots | None = None,
+        adapters: AdapterSlots | None,
     ) -> None:
         self._decoder = decoder
         self._adapters = adapters

@@ -56,7 +56,7 @@ class DraftModel(NoDraftModel):
         *,
         num_blocks: int,
         max_num_tokens: int,
-        num_host_blocks: int = 0,
+        num_host_blocks: int,
     ) -> None:
         """max_num_tokens: tokens of one pass, which bounds how far it catches up in one step."""
         self._passes, self._batch = passes, batch
