@@ -152,23 +152,9 @@ def read_key_file(path: str, limits: Limits) -> Iterator[ApiKey]:
 
 
 def _parse_line(words: list[str], where: str, limits: Limits) -> ApiKey:
-    known = ", ".join(SETTINGS)
     settings = [match for word in words if (match := SETTING.fullmatch(word))]
     parts = [word for word in words if not SETTING.fullmatch(word)]
-    for word in parts if len(parts) > 1 else ():
-        name = word.partition("=")[0].replace("_", "-")
-        near = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=NEAR) if LIKE_A_SETTING.fullmatch(word) else []
-        if near:
-            hint = "Write a key of this form as sha256:DIGEST."
-            raise ConfigError(f"{where}: unknown setting; did you mean {near[0]}? The settings are {known}. ({hint})")
-    if not 1 <= len(parts) <= 2:
-        raise ConfigError(f"{where}: must be `KEY` or `NAME KEY`, then settings (such as weight=2; {known}).")
-    if len(parts) == 2 and LIKE_A_SETTING.fullmatch(parts[1]):  # a misspelled setting: the key would be read as a name
-        raise ConfigError(
-            f"{where}: unknown setting; the settings are {known}. (Write a key of this form as sha256:DIGEST.)"
-        )
-    if len(parts) == 2 and not NAME.fullmatch(parts[0]):
-        raise ConfigError(f"{where}: the name may hold letters, digits, and . _ @ - only.")
+    _check_parts(parts, where)
     names = [match[1] for match in settings]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"{where}: {twice} is set twice.")
@@ -176,6 +162,31 @@ def _parse_line(words: list[str], where: str, limits: Limits) -> ApiKey:
     for match in settings:
         key = _with_setting(key, match[1], match[2], where)
     return key
+
+
+def _check_parts(parts: list[str], where: str) -> None:
+    """Raise ConfigError unless the words of a line that are no settings are `KEY` or `NAME KEY`. A key alone may look
+    like a misspelled setting; beside another word it may not."""
+    known, hint = ", ".join(SETTINGS), "(Write a key of this form as sha256:DIGEST.)"
+    if len(parts) > 1 and (near := next(filter(None, map(_nearest_setting, parts)), None)):
+        raise ConfigError(f"{where}: unknown setting; did you mean {near}? The settings are {known}. {hint}")
+    if not 1 <= len(parts) <= 2:
+        raise ConfigError(f"{where}: must be `KEY` or `NAME KEY`, then settings (such as weight=2; {known}).")
+    if len(parts) == 1:
+        return
+    name, key = parts
+    if LIKE_A_SETTING.fullmatch(key):  # a misspelled setting: the key would be read as a name
+        raise ConfigError(f"{where}: unknown setting; the settings are {known}. {hint}")
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"{where}: the name may hold letters, digits, and . _ @ - only.")
+
+
+def _nearest_setting(word: str) -> str | None:
+    """The setting that a word misspells; None for any other word."""
+    if not LIKE_A_SETTING.fullmatch(word):
+        return None
+    name = word.partition("=")[0].replace("_", "-")
+    return next(iter(difflib.get_close_matches(name, SETTINGS, n=1, cutoff=NEAR)), None)
 
 
 def _with_setting(key: ApiKey, name: str, text: str, where: str) -> ApiKey:
