@@ -83,17 +83,8 @@ class ThinkingScan:
 def find_tags(token_bytes: Mapping[int, bytes], silent: Iterable[int], end_token_id: int | None) -> ThinkingTags | None:
     """Build the automata of a vocabulary from the bytes that each token adds to a text. `silent` tokens add none.
     `end_token_id` is the closing tag if one token spells it. None if no tokens spell the closing tag."""
-    begin: dict[int, list[int]] = {}
-    end: dict[int, list[tuple[int, int]]] = {}
-    for token_id, text in token_bytes.items():
-        if text and (text[0] in SPACE or text[0] in BEGIN.encode()):
-            states = [_begin_state(text, state) for state in range(len(BEGIN))]
-            if max(states) > NOT_THINKING:
-                begin[token_id] = states
-        if text and (text[0] in END.encode() or b"<" in text):
-            moves = [_end_move(text, state) for state in range(len(END))]
-            if any(state for state, _ in moves):
-                end[token_id] = moves
+    begin = {token_id: states for token_id, text in token_bytes.items() if (states := _begin_states(text))}
+    end = {token_id: moves for token_id, text in token_bytes.items() if (moves := _end_moves(text))}
     for token_id in silent:
         begin[token_id] = list(range(len(BEGIN)))
         end[token_id] = [(state, -1) for state in range(len(END))]
@@ -121,6 +112,22 @@ def check_budget(params: SamplingParams, tags: ThinkingTags | None) -> None:
         raise InvalidRequestError(message, "allowed_token_ids")
     if any(_is_part(word, closing) for word in params.bad_words if not isinstance(word, str)):
         raise InvalidRequestError(f"bad_words may not hold a part of {END} with {FIELD}.", "bad_words")
+
+
+def _begin_states(text: bytes) -> list[int]:
+    """ThinkingTags.begin of a token; empty for a token that can stand neither before the first tag nor in it."""
+    if not text or (text[0] not in SPACE and text[0] not in BEGIN.encode()):  # most tokens
+        return []
+    states = [_begin_state(text, state) for state in range(len(BEGIN))]
+    return states if max(states) > NOT_THINKING else []
+
+
+def _end_moves(text: bytes) -> list[tuple[int, int]]:
+    """ThinkingTags.end of a token; empty for a token that holds no character of the closing tag."""
+    if not text or (text[0] not in END.encode() and b"<" not in text):  # most tokens
+        return []
+    moves = [_end_move(text, state) for state in range(len(END))]
+    return moves if any(state for state, _ in moves) else []
 
 
 def _begin_state(text: bytes, state: int) -> int:
