@@ -170,20 +170,9 @@ def describe(
 
 def _document(app: FastAPI, config: ServerConfig, kinds: list[type[BaseModel]], served: Models) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=app.version, openapi_version=OPENAPI, routes=app.routes)
-    bodies = [(kind, "validation") for kind in kinds]
-    models = dict.fromkeys([answers.ErrorEnvelope, *[model for row in ANSWERS.values() for model in row.models]])
-    _, schemas = models_json_schema([*bodies, *[(model, "validation") for model in models]], ref_template=REF)  # type: ignore[list-item]
-    for kind, name, key, option in LIMITS:
-        _set_limit(schemas["$defs"][kind]["properties"][name], key, getattr(config, option))
-    for kind, name, value in _limits_of(served):
-        _set_limit(schemas["$defs"][kind]["properties"][name], "maximum", value)
     needs_key = bool(config.api_key or config.api_key_file)
-    components: dict[str, Any] = {"schemas": schemas["$defs"]}
-    if needs_key:
-        components["securitySchemes"] = SECURITY
-    document["components"] = components
-    if config.ignore_unknown_fields:
-        _open(schemas["$defs"], Strict)
+    schemas = _schemas(config, kinds, served)
+    document["components"] = {"schemas": schemas, **({"securitySchemes": SECURITY} if needs_key else {})}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             _describe_answers(operation, ANSWERS[path])
@@ -200,8 +189,23 @@ def _document(app: FastAPI, config: ServerConfig, kinds: list[type[BaseModel]], 
                 operation["security"] = [{name: []} for name in names]
             else:
                 operation["responses"].pop("401", None)
-    _drop_unused(components["schemas"], document["paths"])
+    _drop_unused(schemas, document["paths"])
     return document
+
+
+def _schemas(config: ServerConfig, kinds: list[type[BaseModel]], served: Models) -> dict[str, Any]:
+    """The schemas of bodies and answers by name, with the limits of this server."""
+    models: list[type[BaseModel]] = [*kinds, answers.ErrorEnvelope]
+    models += [model for row in ANSWERS.values() for model in row.models]
+    _, found = models_json_schema([(model, "validation") for model in dict.fromkeys(models)], ref_template=REF)
+    schemas: dict[str, Any] = found["$defs"]
+    for kind, name, key, option in LIMITS:
+        _set_limit(schemas[kind]["properties"][name], key, getattr(config, option))
+    for kind, name, value in _limits_of(served):
+        _set_limit(schemas[kind]["properties"][name], "maximum", value)
+    if config.ignore_unknown_fields:
+        _open(schemas, Strict)
+    return schemas
 
 
 def _limits_of(served: Models) -> list[tuple[str, str, int]]:
