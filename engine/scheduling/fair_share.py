@@ -263,15 +263,14 @@ class FairShare:
         `newcomer`: the next sequence to start, if there is room. `displacement`: what was just preempted for it.
         `more_wait`: sequences wait.
         """
+        scope = StepScope(running, budget)
         if self.contended:
             self.comebacks |= {victim: Comeback(victim.num_charged_tokens) for victim in displacement.undivided}
             self.num_displaced += len(displacement.victims)
             self.displaced = frozenset(victim.tenant for victim in displacement.victims)
             scope = self._scope(newcomer, running, budget)
         elif self._clock >= self._visit_until:
-            return StepScope(running, budget)
-        else:
-            scope = StepScope(running, budget)
+            return scope
         scope = scope.without(self.slow_masks.resting(scope.sequences, running))
         holdings = self._holdings(running)
         small = {name for name in self._active if self._is_small(name, holdings)}

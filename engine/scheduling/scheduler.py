@@ -425,7 +425,6 @@ class Scheduler:
         It runs if `parent` runs, in a row that its group has kept free; else it waits.
         """
         self._enter(child)
-        child.block_keys = list(parent.block_keys)
         if parent.status is SequenceStatus.RUNNING:
             self.block_manager.fork(parent, child)
             parent.decode_end = 0  # its last block is shared
@@ -433,6 +432,7 @@ class Scheduler:
             self._start_running(child)
         else:
             child.status = SequenceStatus.WAITING
+            child.block_keys = list(parent.block_keys)
             self._queue_for(child).add(child)
 
     def resend(self, seq: Sequence) -> None:
