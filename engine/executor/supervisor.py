@@ -13,9 +13,8 @@ from engine.executor.step_durations import StepDurations
 from engine.executor.timeouts import with_timeout
 
 NO_ROOM_SECONDS = 1.0  # between two tries to start a Worker while the system lacks descriptors, processes or memory
-MIN_RELOAD_SECONDS = (
-    60.0  # a new Worker that takes longer to load, and RELOAD_FACTOR times the first one's time, is dead
-)
+# A new Worker that takes longer to load than this, and than RELOAD_FACTOR times the first one's time, is dead.
+MIN_RELOAD_SECONDS = 60.0
 RELOAD_FACTOR = 10
 
 logger = logging.getLogger(__name__)

@@ -80,9 +80,8 @@ class StepTimes:
 
     def observe(self, num_decodes: int, num_chunk_tokens: int, seconds: float) -> None:
         """Learns from a computed step; `seconds` is above 0."""
-        features = (
-            np.array([1, num_chunk_tokens > 0, num_decodes, num_chunk_tokens]) / seconds
-        )  # product with the fit: 1
+        # The product of the features with the fit is to be 1.
+        features = np.array([1, num_chunk_tokens > 0, num_decodes, num_chunk_tokens]) / seconds
         self._products = self.MEMORY * self._products + np.outer(features, features)
         self._sums = self.MEMORY * self._sums + features
         self._num_steps += 1

@@ -201,7 +201,7 @@ class OpenProposer(Proposer):
     def propose(self, seq: Sequence, num_tokens: int) -> list[int]:
         if found := super().propose(seq, num_tokens):
             return found
-        self.source = 0
+        self.source = SHORT_MATCH  # a place for the chance of open drafts: this proposer matches no text
         return [OPEN_TOKEN] * num_tokens
 
     def compare(self, seq: Sequence) -> None:

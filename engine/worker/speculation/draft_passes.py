@@ -22,9 +22,8 @@ from engine.worker.batch.step_buffer import IntArray
 from kernels.attention.plan import AttentionPlan
 from kernels.sampling.greedy import most_likely
 
-MAX_DECODES = (
-    64  # on a CPU, a pass of so few tokens computes each as a decode, with its own row; a longer one in chunks
-)
+# On a CPU, a pass of up to so many tokens computes each as a decode, with its own row; a longer one in chunks.
+MAX_DECODES = 64
 
 
 @dataclass(frozen=True)
