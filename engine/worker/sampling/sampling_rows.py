@@ -179,7 +179,8 @@ class SamplingRows:
             # With a structured output, the grammar's mask applies min_tokens (engine/worker/sampling/grammar_rows.py).
             MIN_TOKENS: bool(end_ids) and params.structured_output is None,
             LOGPROBS: params.logprobs is not None,
-            # These two bits only keep their rows from counting as greedy rows.
+            # GrammarMasks and ThinkingRows make the masks and the forced tokens. These two bits keep the row from
+            # counting as greedy or plain, and tell that earlier tokens change its draw (depends_on_tokens).
             GRAMMAR: params.structured_output is not None,
             THINKING: params.thinking_token_budget is not None,
             BANS: self._bans.set(row, params),
