@@ -10,16 +10,18 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
 from engine.errors import UnavailableError
 from server.commands.ray.counted_stream import CountedStream
 from server.commands.ray.prefixes import prefix_hashes
 from server.errors import ApiError, error_response
+from server.output.collect import while_connected
 from server.output.sse import COUNT_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -65,7 +67,9 @@ class Ingress:
             if body is None:
                 return
             work = self._targets if scope["path"] == TARGETS else self._answer
-            await _while_connected(receive, lambda: work(scope, body, send_once_started))
+            await while_connected(receive, lambda: work(scope, body, send_once_started))
+        except ClientDisconnect:
+            pass
         except Exception as error:
             if started:
                 raise
@@ -235,21 +239,3 @@ async def _read(receive: Receive, most: int) -> bytes | None:
             raise ApiError(413, f"The body is larger than {most} bytes (--max-body-bytes).", code="request_too_large")
         if not message.get("more_body", False):
             return b"".join(parts)
-
-
-async def _while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
-    """Do `work`; cancel it when the client leaves."""
-
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.ensure_future(work()), asyncio.ensure_future(gone())]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    if not tasks[0].cancelled():
-        tasks[0].result()
