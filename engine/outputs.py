@@ -113,8 +113,8 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
     @overload
     def __getitem__(self, position: int) -> TokenLogprobs | None: ...
     @overload
-    def __getitem__(self, position: slice) -> "list[TokenLogprobs | None]": ...
-    def __getitem__(self, position: int | slice) -> "TokenLogprobs | list[TokenLogprobs | None] | None":
+    def __getitem__(self, position: slice) -> list[TokenLogprobs | None]: ...
+    def __getitem__(self, position: int | slice) -> TokenLogprobs | list[TokenLogprobs | None] | None:
         if isinstance(position, slice):
             return [self[i] for i in range(*position.indices(len(self)))]
         i = range(len(self))[position] - 1

@@ -215,7 +215,7 @@ class _Service:
         else:
             logger.info("SIGHUP is ignored: there is no api_key_file to reload; SIGTERM ends the server")
 
-    async def _load_and_serve(self, http: "asyncio.Task[None]") -> int:
+    async def _load_and_serve(self, http: asyncio.Task[None]) -> int:
         if await _first(load_models(self._hosted), self._signals.first.wait(), http) != 0:
             return 0 if self._signals.first.is_set() else 1
         self._announce()
@@ -246,7 +246,7 @@ class _Service:
             await asyncio.sleep(SWEEP_SECONDS)
             self._connections.sweep()
 
-    async def _stop(self, http: "asyncio.Task[None]") -> None:
+    async def _stop(self, http: asyncio.Task[None]) -> None:
         """Ends the Worker. Running streams get an error, and written bytes are sent before the HTTP side ends.
 
         After a second signal, waits for neither.

@@ -13,7 +13,7 @@ from pathlib import Path
 BUFFER_BYTES = 1 << 20
 # Matches HF_TOKEN, OPENAI_API_KEY, AWS_SECRET_ACCESS_KEY and OpenTelemetry's headers; not TOKENIZERS_PARALLELISM.
 SECRET = re.compile(r"(^|_)(\w*KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|HEADERS)(_|$)", re.IGNORECASE)
-_children: "weakref.WeakSet[subprocess.Popen[bytes]]" = weakref.WeakSet()
+_children: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
@@ -26,7 +26,7 @@ def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
 
 def spawn(
     command: tuple[str, ...], *arguments: str, environment: dict[str, str] | None = None
-) -> tuple["subprocess.Popen[bytes]", socket.socket]:
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start `command FD arguments...`, where FD is its end. Returns the process and our end. Raises OSError."""
     # The child imports this source tree, wherever the caller's working directory is.
     root = str(Path(__file__).resolve().parents[2])

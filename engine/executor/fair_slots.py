@@ -58,7 +58,7 @@ class FairSlots:
         self._num_free -= 1
         self._held[tenant] += 1
 
-    def _next_of(self, tenant: str) -> "asyncio.Future[None] | None":
+    def _next_of(self, tenant: str) -> asyncio.Future[None] | None:
         """Pop the first waiter of a tenant that was not cancelled, and put the tenant behind all others."""
         turns = self._waiting.pop(tenant)
         while turns:

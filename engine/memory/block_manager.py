@@ -42,12 +42,12 @@ class Prefix(NamedTuple):
     sequence takes over, or a full block, of which it gets a copy.
     """
 
-    parts: list["Block | BlockKey"]
+    parts: list[Block | BlockKey]
     partial: Block | None = None
     num_partial_tokens: int = 0
 
     @property
-    def blocks(self) -> "list[Block]":
+    def blocks(self) -> list[Block]:
         return [part for part in self.parts if isinstance(part, Block)]
 
     @property
@@ -315,7 +315,7 @@ class BlockManager:
         for block in tails.values():
             assert block.key is None and not block.ref_count, f"block {block.block_id}: a tail is held or full"
 
-    def _worth_loading(self, parts: "list[Block | BlockKey]", num_pool: int) -> bool:
+    def _worth_loading(self, parts: list[Block | BlockKey], num_pool: int) -> bool:
         """True if loading the blocks behind the first `num_pool` from the host takes less time than computing them."""
         assert self.host_tier is not None
         num_loads = sum(isinstance(part, BlockKey) for part in parts)

@@ -158,7 +158,7 @@ class RecordedDecodes:
 
     def _run(
         self, input_ids: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache], end: End
-    ) -> "Recorded | None":
+    ) -> Recorded | None:
         rows = len(input_ids)
         decodes = metadata.num_decodes == rows and metadata.outputs is None and metadata.plan is None
         if not decodes or rows > self.max_rows or kv_caches is not self._kv_caches:
@@ -194,7 +194,7 @@ class RecordedDecodes:
         own.block_tables[:, : metadata.block_tables.shape[1]].copy_(metadata.block_tables)
 
     @torch.inference_mode()
-    def _record(self, kind: StepKind) -> "Recorded | None":
+    def _record(self, kind: StepKind) -> Recorded | None:
         decoder, (ids, metadata) = self._decoder, self.inputs(kind.rows)
         choose = self.draw if kind.end is End.DRAWN else most_likely
 

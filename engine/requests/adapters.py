@@ -39,7 +39,7 @@ class LoadedAdapter:
     num_deaths: int = 0
     unloaded: bool = False
     error: str = ""
-    waiter: "asyncio.Future[None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    waiter: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     @property
     def adapter(self) -> Adapter:

@@ -60,7 +60,7 @@ class TemplateHelper:
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
 
-    def start(self) -> "tuple[subprocess.Popen[bytes], socket.socket]":
+    def start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         """Start the process if none runs; returns it and the parent's end of its socket. EngineError if it fails,
         UnavailableError after `close`: another server may render the request, which has not begun here."""
         with self._lock:

@@ -30,7 +30,7 @@ class FairThreads:
         await self._slots.acquire(tenant)
         loop = asyncio.get_running_loop()
 
-        def free(_: "Future[T]") -> None:
+        def free(_: Future[T]) -> None:
             with contextlib.suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(self._slots.release, tenant)
 

@@ -98,10 +98,10 @@ class Resident(ABC):
     """The model of a Worker: awake, with a runner, or asleep, with its weights in host memory (sleep level 1)."""
 
     ready: WorkerReady
-    runner: "ModelRunner | EncoderRunner | None" = None
+    runner: ModelRunner | EncoderRunner | None = None
     _offloaded: Offloaded | None = None
 
-    def take_runner(self) -> "ModelRunner | EncoderRunner":
+    def take_runner(self) -> ModelRunner | EncoderRunner:
         """The runner. The caller drops it before `sleep`."""
         runner, self.runner = self.runner, None
         assert runner is not None, "it was taken before"

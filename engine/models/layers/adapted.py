@@ -67,7 +67,7 @@ class AdapterLayers:
         self._weights: dict[str, LoraWeights] = {}
         self._heads: set[int] = set()  # slots whose adapters change lm_head
 
-    def wrap(self, name: str, linear: Layer) -> "Layer | AdaptedLinear":
+    def wrap(self, name: str, linear: Layer) -> Layer | AdaptedLinear:
         """The layer with slots for adapters; the layer itself if no adapter may change it."""
         if name not in self.parts:
             return linear

@@ -196,7 +196,7 @@ def iter_pieces(rows: Tensor) -> Callable[[int], Tensor]:
     return take
 
 
-def _answer(message: LoadAdapter, done: "Future[PackedAdapter]") -> AdapterLoaded:
+def _answer(message: LoadAdapter, done: Future[PackedAdapter]) -> AdapterLoaded:
     error = done.exception()
     if error is None:
         adapter = done.result()

@@ -60,7 +60,7 @@ class GrammarCache:
                 self._matchers.move_to_end(output)
         return (matcher or self._compile(output)).deep_copy()
 
-    def limits(self, output: StructuredOutput) -> "tuple[JsonNumbers, GrammarEnds, Ending] | None":
+    def limits(self, output: StructuredOutput) -> tuple[JsonNumbers, GrammarEnds, Ending] | None:
         """The limits of a JSON text: of its numbers, of its length, and the Ending of a new text; None if not JSON."""
         with self._lock:
             ending = self._endings.get(output)

@@ -86,7 +86,7 @@ class Ending:
     has_lines: bool = False  # a line break is allowed wherever white space is, but not inside strings
     path: list[int] | None = None
     behind: dict[int, int] = field(default_factory=dict)
-    judged: "tuple[bytes, IntArray, IntArray] | None" = None  # a mask, its tokens, the completion length behind each
+    judged: tuple[bytes, IntArray, IntArray] | None = None  # a mask, its tokens, the completion length behind each
     num_masks: int = 0  # masks that searches computed
     until: float = 0.0  # deadline in processor time of the thread
 
@@ -439,7 +439,7 @@ def first_of(words: Words, token_ids: IntArray) -> list[int]:
     return []
 
 
-def longest_first(texts: Sequence[bytes], pattern: "re.Pattern[bytes]") -> IntArray:
+def longest_first(texts: Sequence[bytes], pattern: re.Pattern[bytes]) -> IntArray:
     """The tokens whose whole text matches, int64."""
     lengths = np.array([len(text) if pattern.fullmatch(text) else 0 for text in texts], np.int32)
     return np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]

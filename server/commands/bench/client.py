@@ -99,7 +99,7 @@ class _Protocol(asyncio.Protocol):
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
 
-    def send(self, request: bytes, exchange: Exchange) -> "asyncio.Future[None]":
+    def send(self, request: bytes, exchange: Exchange) -> asyncio.Future[None]:
         self._exchange, self._chunked = exchange, False
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._transport.write(request)
