@@ -11,7 +11,7 @@ from engine.executor.recovery import Recovery
 from engine.executor.step import FetchBlocks, StepPlan, WorkerReady
 from engine.requests.adapters import Adapters
 from engine.requests.live_requests import LiveRequests
-from engine.requests.model_info import ModelInfo, fits_still
+from engine.requests.model_info import ModelInfo, cut_to_context, fits_still
 from engine.requests.new_scheduler import host_tier, new_scheduler
 from engine.scheduling.prefetch import Prefetcher
 from engine.scheduling.scheduler import Scheduler
@@ -94,6 +94,8 @@ class Loaded:
         adapter = live.sequences[0].adapter
         if adapter is not None and (adapter := self.adapters.hold_as(adapter)) is None:
             return False
+        for seq in unfinished:
+            cut_to_context(seq, self.model)
         self.live.arrive(other.live.leave(live), adapter)
         return True
 
@@ -126,4 +128,7 @@ class Loaded:
             unfinished = [seq for seq in live.sequences if seq.finish_reason is None]
             if not all(fits_still(seq, loaded.model) for seq in unfinished):
                 self.live.fail(live, EngineError("The Worker came back with a KV cache too small for this request."))
+                continue
+            for seq in unfinished:
+                cut_to_context(seq, loaded.model)
         return loaded

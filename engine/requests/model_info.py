@@ -128,14 +128,15 @@ def _max_num_tokens(request: Request, model: ModelInfo) -> int:
 
 
 def fits_still(seq: Sequence, model: ModelInfo) -> bool:
-    """True if a live sequence can be finished on a new Worker, whose pool may be smaller.
-
-    A sequence that was to run up to the context limit (max_tokens was not given) gets the new limit.
-    """
+    """True if a live sequence can be finished on a new Worker, whose pool may be smaller: up to its own limit, or up to
+    the new context if it was to run up to the old one (max_tokens was not given)."""
     limit = model.max_model_len
     if seq.max_num_tokens - (not seq.params.generates) <= limit:
         return True
-    if seq.params.max_tokens is not None or len(seq.token_ids) >= limit:
-        return False
-    seq.max_num_tokens = limit
-    return True
+    return seq.params.max_tokens is None and len(seq.token_ids) < limit
+
+
+def cut_to_context(seq: Sequence, model: ModelInfo) -> None:
+    """Cut a sequence that `fits_still` to the context of the new Worker."""
+    if seq.params.max_tokens is None:
+        seq.max_num_tokens = min(seq.max_num_tokens, model.max_model_len)

@@ -6,15 +6,18 @@ import re
 import signal
 import sys
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, DeadlineError, EngineError, InvalidRequestError, QueueFullError
+from engine.memory.sequence import Sequence
 from engine.replicas.replicas import make_engine
 from engine.replicas.router import CHUNK_TOKENS, LIVE_COST, PrefixRouter, prefix_keys
 from engine.request import Request
 from engine.requests.live_request import SEED_STEP
+from engine.requests.model_info import cut_to_context, fits_still
 from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput
 from tests.checkpoints import save_fake_checkpoint
@@ -32,6 +35,17 @@ FAKE_WORKER = {"worker_command": (sys.executable, "-m", "tests.fake_worker")}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return save_fake_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def test_a_replica_that_is_only_asked_leaves_the_limit_of_a_sequence():
+    """The next replica that is asked may have a longer context."""
+    smaller = SimpleNamespace(max_model_len=64)
+    seq = Sequence(0, [5] * 9, SamplingParams(max_tokens=None), seed=0, max_num_tokens=128)
+    assert fits_still(seq, smaller) and seq.max_num_tokens == 128
+    cut_to_context(seq, smaller)
+    assert seq.max_num_tokens == 64
+    asked_for = Sequence(1, [5] * 9, SamplingParams(max_tokens=80), seed=0, max_num_tokens=89)
+    assert not fits_still(asked_for, smaller)
 
 
 @asynccontextmanager

@@ -239,8 +239,8 @@ MUTANTS = (
     Mutant(
         "request not cut to the new pool",
         engine.requests.loaded,
-        "fits_still",
-        "seq.max_num_tokens = limit",
+        "cut_to_context",
+        "seq.max_num_tokens = min(seq.max_num_tokens, model.max_model_len)",
         "pass",
         for_driver=True,
     ),
