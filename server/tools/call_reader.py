@@ -54,7 +54,7 @@ class CallReader:
         while self._state != self._in_text:
             if self._state == self._behind_call:
                 self._text, self._state = "", self._in_text
-            elif self._state == self._in_call and (self._committed or (cut and self._starts_call(events))):
+            elif self._state == self._in_call and (self._committed or (cut and self._start_call(events))):
                 self._text, self._state = "", self._in_text
                 self._committed, self.unfinished = False, True
             elif cut and self._marker and self._body.start() is None:
@@ -140,7 +140,7 @@ class CallReader:
         if self._committed:
             self._send_arguments(events)
         elif self._certain:
-            self._starts_call(events)
+            self._start_call(events)
         if end is None:
             return False
         if not self._committed and not self._whole_call(events):
@@ -203,8 +203,8 @@ class CallReader:
         events.append(Arguments(index, call[1]))
         return True
 
-    def _starts_call(self, events: list[Event]) -> bool:
-        """True if the text has the name and the start of the arguments so far; emits them then."""
+    def _start_call(self, events: list[Event]) -> bool:
+        """Emits the name and the start of the arguments. Returns False if the text does not have them yet."""
         name = self._body.start()
         if name is None or name not in self._schemas:
             return False

@@ -242,7 +242,7 @@ class NgramDrafts(Drafts):
 
     def add_to(self, parts: RunningParts, block_manager: BlockManager, num_spare: int) -> None:
         num_rows = len(parts.decodes)
-        if not self._looks(num_rows, num_spare):
+        if not self._begin_search(num_rows, num_spare):
             if self._promising:
                 self._promising.difference_update(parts.decodes)  # the draft for which they would wait does not come
             return
@@ -265,9 +265,9 @@ class NgramDrafts(Drafts):
             num_rows += length
             num_spare -= length
 
-    def _looks(self, num_rows: int, num_spare: int) -> bool:
-        """False if a plan of `num_rows` decodes looks for no guess: a draft has no room or cannot pay, or the search
-        rests."""
+    def _begin_search(self, num_rows: int, num_spare: int) -> bool:
+        """Begins the search for guesses for a plan of `num_rows` decodes, or counts a plan of a rest. Returns False if
+        the plan gets no draft: one has no room or cannot pay, or the search rests."""
         if not (self._candidates and 0 < num_rows <= self.max_decodes and num_spare > 0):
             return False
         if self._num_to_rest:
