@@ -77,20 +77,25 @@ def unusable_values(schema: Any, fault_of: FaultOf, error: str = "") -> Iterator
     found = UNKNOWN.search(error)
     unknown = frozenset(re.findall(r'"([^"]+)"', found[1]) if found else ())
     shared = {key: schema[key] for key in ("$defs", "definitions") if isinstance(schema, dict) and key in schema}
+
+    def fault_of_keyword(part: dict[str, Any], key: str) -> str:
+        if key in unknown:
+            return "this keyword cannot be enforced"
+        if key in TYPES_OF:
+            return _fault_of_value(part, key, fault_of)
+        if key == "oneOf" and error.startswith(NO_OVERLAP):
+            fault = fault_of(json.dumps(shared | {key: part[key]}))
+            return fault if fault.startswith(NO_OVERLAP) else ""
+        return ""
+
     for path, part in _parts(schema, (), named=False):
         for key, value in part.items():
-            if key in unknown:
-                yield Unusable(part, key, (*path, key), "this keyword cannot be enforced")
-            elif key in TYPES_OF:
-                if fault := _fault_of_value(part, key, fault_of):
-                    yield Unusable(part, key, (*path, key), fault)
+            if fault := fault_of_keyword(part, key):
+                yield Unusable(part, key, (*path, key), fault)
             elif key == PATTERNS and isinstance(value, dict):
                 for pattern in value:
                     if fault := _reason(fault_of(json.dumps({"type": "object", PATTERNS: {pattern: {}}}))):
                         yield Unusable(value, pattern, (*path, key, pattern), fault)
-            elif key == "oneOf" and error.startswith(NO_OVERLAP):
-                if (fault := fault_of(json.dumps(shared | {key: value}))).startswith(NO_OVERLAP):
-                    yield Unusable(part, key, (*path, key), fault)
 
 
 def without_unusable_values(schema: Any, fault_of: FaultOf) -> bool:
