@@ -8,11 +8,11 @@ the draft. So the sampler itself does not know of drafts, and what it remembers 
 grammar) is made from tokens that are kept.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
-from engine.executor.step import SampledToken, StepPlan
+from engine.executor.step import Draft, SampledToken, StepPlan
 from engine.worker.batch.input_batch import InputBatch, SampleTargets
 from engine.worker.batch.step_buffer import IntArray
 from engine.worker.sampling.results import ResultBuilder, SamplerRun
@@ -95,16 +95,10 @@ class DraftRounds:
                 builder.add_token(_of(seq_id, sampled[place]))
         verified = []
         for draft, places in zip(self._drafts, self._places, strict=True):
-            tokens: list[SampledToken] = []
-            for place, proposed in zip(places, [*draft.token_ids, None], strict=True):
-                if place in failed:  # behind right tokens: the next step finds it again, at its first position
-                    if not tokens:
-                        builder.failed.setdefault(draft.seq_id, failed[place])
-                    break
-                tokens.append(_of(draft.seq_id, sampled[place]))
-                if tokens[-1].token_id != proposed:
-                    break
+            if places[0] in failed:
+                builder.failed.setdefault(draft.seq_id, failed[places[0]])
             if draft.seq_id not in builder.failed:
+                tokens = _up_to_the_first_wrong(draft, places, sampled, failed)
                 verified.append(tokens)
                 first = int(self.targets.positions[places[0]])
                 batch.accept(draft.seq_id, first, [token.token_id for token in tokens])
@@ -121,6 +115,21 @@ class DraftRounds:
                 builder.add_run(remaining, run)
         plain = map(SampledToken, builder.seq_ids, builder.token_ids)
         return {token.seq_id: token for token in (*plain, *builder.detailed)}, builder.failed
+
+
+def _up_to_the_first_wrong(
+    draft: Draft, places: list[int], sampled: Mapping[int, SampledToken], failed: Collection[int]
+) -> list[SampledToken]:
+    """The tokens sampled at the places of a draft, up to the first that differs from it. A failure ends them, too: the
+    next step finds it again, at its first position."""
+    tokens: list[SampledToken] = []
+    for place, proposed in zip(places, [*draft.token_ids, None], strict=True):
+        if place in failed:
+            break
+        tokens.append(_of(draft.seq_id, sampled[place]))
+        if tokens[-1].token_id != proposed:
+            break
+    return tokens
 
 
 def _of(seq_id: int, token: SampledToken) -> SampledToken:
