@@ -79,18 +79,18 @@ class Models:
 
     def check_ready(self) -> None:
         """Raise UnavailableError unless a model accepts requests."""
-        if not any(served.loaded for served in self._served):
+        if not any(served.accepts_requests for served in self._served):
             self._served[0].check_ready()
 
     @property
-    def all_loaded(self) -> bool:
-        """True once every model has loaded."""
-        return all(served.loaded for served in self._served)
+    def all_accept_requests(self) -> bool:
+        """True while every model accepts requests."""
+        return all(served.accepts_requests for served in self._served)
 
     @property
     def longest_context(self) -> int:
         """The context in tokens of the model with the longest one, of those that have loaded."""
-        return max(served.driver.model.max_model_len for served in self._served if served.loaded)
+        return max(served.driver.model.max_model_len for served in self._served if served.accepts_requests)
 
 
 @dataclass(frozen=True)
@@ -194,13 +194,13 @@ class Served:
         return name if name is not None and name not in self.names and name in self.adapters else ""
 
     @property
-    def loaded(self) -> bool:
-        """True once the model has loaded, also while it sleeps."""
+    def accepts_requests(self) -> bool:
+        """True while requests are accepted: from the end of loading to the drain, also while the model sleeps."""
         return self.driver.phase in SERVING_PHASES
 
     def check_ready(self) -> None:
         """Raise UnavailableError unless requests are accepted."""
-        if not self.loaded:
+        if not self.accepts_requests:
             raise UnavailableError(f"The server is not ready ({self.driver.phase}). Try again shortly.")
 
     def _check_limits(self, request: GenerationRequest) -> None:

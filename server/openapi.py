@@ -161,7 +161,7 @@ def describe(
         if app.openapi_schema:
             return app.openapi_schema
         document = _document(app, config, kinds, models)
-        if models.all_loaded:
+        if models.all_accept_requests:
             app.openapi_schema = document
         return document
 
@@ -210,7 +210,7 @@ def _schemas(config: ServerConfig, kinds: list[type[BaseModel]], served: Models)
 
 def _limits_of(served: Models) -> list[tuple[str, str, int]]:
     """(model, field, maximum) of the fields that the models limit; nothing before all models have loaded."""
-    if not served.all_loaded:
+    if not served.all_accept_requests:
         return []
     models = [driver.model for driver in served.drivers]
     return [

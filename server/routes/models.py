@@ -31,7 +31,10 @@ async def list_models(http: HttpRequest, served: Served) -> Response:
     if speaks_anthropic(http.scope):
         return _json(_page(models, http.query_params))
     return _json(
-        {"object": "list", "data": [_model(one, name) for one in models if one.loaded for name in one.listed_names]}
+        {
+            "object": "list",
+            "data": [_model(one, name) for one in models if one.accepts_requests for name in one.listed_names],
+        }
     )
 
 
@@ -100,7 +103,7 @@ def _model(served: Served, name: str) -> dict[str, Any]:
 
 def _page(models: Models, query: QueryParams) -> dict[str, Any]:
     """A page of the list. `has_more` looks in the direction of the query, backwards with before_id."""
-    names = tuple(name for served in models if served.loaded for name in served.listed_names)
+    names = tuple(name for served in models if served.accepts_requests for name in served.listed_names)
     limit = _page_size(query.get("limit", ""))
     begin = _place(names, query, "after_id", -1) + 1
     end = _place(names, query, "before_id", len(names))
