@@ -314,11 +314,11 @@ class MessagesPrompt(Strict):
 
     @model_validator(mode="after")
     def _a_choice_needs_tools(self) -> "MessagesPrompt":
-        if not self.tools and self.tool_choice is not None and self.tool_choice.type in ("any", "tool"):
-            raise field_error("invalid_value", "may be given only with tools", "tool_choice")
         choice, names = self.tool_choice, [tool.name for tool in self.own_tools]
         if choice is None or choice.type not in ("any", "tool") or choice.name in names:
             return self
+        if not self.tools:
+            raise field_error("invalid_value", "may be given only with tools", "tool_choice")
         hosted = [tool for tool in self.tools if isinstance(tool, AnthropicHostedTool)]
         if found := [tool for tool in hosted if tool.name == choice.name or (choice.name is None and not names)]:
             text = f"cannot be {choice.name or choice.type!r}: {found[0].kind} {NOT_HERE}"
