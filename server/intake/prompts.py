@@ -103,14 +103,9 @@ def check_text_length(driver: Engine, num_chars: int, param: str, may_be_long: b
 
 def check_length(driver: Engine, num_chars: int, param: str) -> None:
     """Refuse a text that cannot fit by its number of characters, before any work for it."""
-    limit, at_least = driver.model.max_model_len, fewest_tokens(driver, num_chars)
-    if at_least >= limit:
-        raise ContextLengthError(
-            f"This model's maximum context length is {limit} tokens; the prompt has {num_chars} characters, so at "
-            f"least {at_least} tokens. Shorten it.",
-            param,
-            prompt_size(driver, at_least),
-        )
+    at_least = fewest_tokens(driver, num_chars)
+    if at_least >= driver.model.max_model_len:
+        raise _too_long(driver, f"{num_chars} characters, so at least {at_least} tokens", param, at_least)
 
 
 def check_num_messages(driver: Engine, num_messages: int, reading: Reading) -> None:
@@ -119,12 +114,7 @@ def check_num_messages(driver: Engine, num_messages: int, reading: Reading) -> N
     limit = max(driver.model.max_model_len, MAX_TRUNCATED_IDS) if reading.may_be_cut else reading.num_tokens
     if num_messages > limit:
         cut = f"; truncation accepts at most {limit}" if reading.may_be_cut else ", so at least as many tokens"
-        raise ContextLengthError(
-            f"This model's maximum context length is {driver.model.max_model_len} tokens; the prompt has "
-            f"{num_messages} messages{cut}. Shorten it.",
-            "messages",
-            prompt_size(driver, num_messages),
-        )
+        raise _too_long(driver, f"{num_messages} messages{cut}", "messages", num_messages)
 
 
 def check_num_ids(driver: Engine, num_ids: int, param: str, may_be_cut: bool) -> None:
@@ -133,23 +123,20 @@ def check_num_ids(driver: Engine, num_ids: int, param: str, may_be_cut: bool) ->
     limit = max(context, MAX_TRUNCATED_IDS) if may_be_cut else context
     if num_ids > limit:
         cut = f"; truncation accepts at most {limit}" if may_be_cut else ""
-        raise ContextLengthError(
-            f"This model's maximum context length is {context} tokens; the prompt has {num_ids} tokens{cut}. "
-            "Shorten it.",
-            param,
-        )
+        raise _too_long(driver, f"{num_ids} tokens{cut}", param, num_ids)
 
 
 def check_read(driver: Engine, part: EncodedPart, reading: Reading, param: str) -> None:
     """Refuse a text whose encoded part has too many tokens already."""
     if part.num_unread and not reading.may_be_cut:
         at_least = reading.num_tokens - driver.tokenizer.max_chars_per_token + 1
-        raise ContextLengthError(
-            f"This model's maximum context length is {driver.model.max_model_len} tokens; the prompt has at least "
-            f"{at_least} tokens. Shorten it.",
-            param,
-            prompt_size(driver, at_least),
-        )
+        raise _too_long(driver, f"at least {at_least} tokens", param, at_least)
+
+
+def _too_long(driver: Engine, what: str, param: str, at_least: int) -> ContextLengthError:
+    """The error for a prompt of `what`, which are `at_least` tokens."""
+    message = f"This model's maximum context length is {driver.model.max_model_len} tokens; the prompt has {what}."
+    return ContextLengthError(f"{message} Shorten it.", param, prompt_size(driver, at_least))
 
 
 def fewest_tokens(driver: Engine, num_chars: int) -> int:
