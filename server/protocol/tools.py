@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, FailFast, Field, PlainValidator
 from engine.structured_output import StructuredOutput
 from server.http.json_bounds import STRING
 from server.protocol.field_checks import field_error, fields_of, known_fields
-from server.protocol.grammars.closed_objects import closed
+from server.protocol.grammars.closed_objects import closed_arguments
 from server.protocol.grammars.lark_in_json import MAX_DEFINITION, LarkError, lark_of_json_string
 from server.protocol.grammars.response_format import MAX_DESCRIPTION, to_json_text
 from server.protocol.harmless import CALL_IGNORED, FUNCTION_IGNORED
@@ -62,7 +62,7 @@ class FunctionDefinition(Strict):
         """JSON schema of the arguments, always an object's."""
         if self.parameters is None:
             return {**NO_PARAMETERS, "additionalProperties": False}
-        return {**closed(self.parameters), "type": "object"}
+        return {**closed_arguments(self.parameters), "type": "object"}
 
     def for_template(self) -> dict[str, Any]:
         """The tool in the form in which transformers passes tools to a chat template."""

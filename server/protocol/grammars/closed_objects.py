@@ -6,6 +6,9 @@ xgrammar's strict mode, which vLLM uses, reads schemas the same way. A closed sc
 the schema as it was sent; `"additionalProperties": true` keeps an object open. A schema that composes an object from
 several parts is left unchanged: closing one part would forbid the properties of another or, under oneOf, accept an
 object that fits another part as long as that part is open.
+
+`"properties": {}` closes the arguments of a function only, where it is the usual spelling of "no arguments": a client
+calls its code with what comes, and code without arguments accepts none. Elsewhere it often stands for any object.
 """
 
 from collections.abc import Iterator
@@ -28,6 +31,14 @@ OPEN = ("additionalProperties", "minProperties")  # the schema mentions further 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema with such objects closed. Returned unchanged if it composes objects or is deeper than MAX_DEPTH."""
     return _closed(schema) if _is_plain(schema, 0) else schema
+
+
+def closed_arguments(schema: dict[str, Any]) -> dict[str, Any]:
+    """closed() for the arguments of a function: an empty list of properties allows no argument."""
+    lists_none = schema.get("properties") == {} and not schema.get("required")
+    if lists_none and not any(name in schema for name in OPEN) and _is_plain(schema, 0):
+        return {**closed(schema), "additionalProperties": False}
+    return closed(schema)
 
 
 def _is_plain(schema: dict[str, Any], depth: int) -> bool:
