@@ -30,10 +30,12 @@ Metadata = Annotated[
 # Documented types of ignored fields, in words and as a type. A value of another type is a client's mistake: OpenAI
 # refuses it too.
 KINDS: dict[str, tuple[str, Any]] = {
+    "block_binding": ("an object", Hint),
     "cache_prompt": ("true or false", bool),
     "client_metadata": ("at most 64 strings by name", Annotated[dict[str, str | None], Field(max_length=64)]),
     "defer_loading": ("true or false", bool),
     "description": ("a string", str),
+    "diagnostics": ("an object", Hint),
     "metadata": ("at most 16 strings by name", Metadata),
     "prediction": ("an object", Hint),
     "prompt_cache_key": ("a string", Label),
@@ -44,6 +46,7 @@ KINDS: dict[str, tuple[str, Any]] = {
     "spaces_between_special_tokens": ("true or false", bool),
     "speed": ("`standard` or `fast`", Literal["standard", "fast"]),
     "store": ("true or false", bool),
+    "task_budget": ("an object", Hint),
     "user": ("a string", Label),
 }
 ANYTHING: TypeAdapter[Any] = TypeAdapter(Any)
@@ -75,6 +78,7 @@ CACHE = "cache_control"
 CACHE_IS = "a hint for speed: equal prefixes are found without it"
 ANTHROPIC_IGNORED = {
     CACHE: CACHE_IS,
+    "diagnostics": "asks why the cache missed an earlier request; nothing is stored to compare with",
     "inference_geo": "names a region; this server runs in one place",
     "metadata": "names the end user, for the operator of a service",
     "speed": "a hint for speed: this server has one speed",
@@ -88,6 +92,8 @@ ANTHROPIC_INERT: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "standard_only"),
 }
 BLOCK_IGNORED = {CACHE: CACHE_IS}
+OUTPUT_CONFIG_IGNORED = {"task_budget": "tells the model how many tokens a task has; chat templates cannot"}
+THINKING_IGNORED = {"block_binding": "says what becomes of another conversation's thoughts; this server accepts any"}
 ANTHROPIC_TOOL_IGNORED = {
     CACHE: CACHE_IS,
     "eager_input_streaming": "inputs always stream as they are generated",
@@ -125,5 +131,7 @@ WRITTEN_LIST: tuple[tuple[str, dict[str, str], dict[str, tuple[Any, ...]]], ...]
     ("tools[].{} (responses)", RESPONSE_TOOL_IGNORED, RESPONSE_TOOL_INERT),
     ("{} (messages)", ANTHROPIC_IGNORED, ANTHROPIC_INERT),
     ("messages[].content[].{} (messages)", BLOCK_IGNORED, {}),
+    ("output_config.{} (messages)", OUTPUT_CONFIG_IGNORED, {}),
+    ("thinking.{} (messages)", THINKING_IGNORED, {}),
     ("tools[].{} (messages)", ANTHROPIC_TOOL_IGNORED, ANTHROPIC_TOOL_INERT),
 )

@@ -26,7 +26,7 @@ from server.protocol.chat_completions import ChatCompletionRequest, TemplateKwar
 from server.protocol.field_checks import field_error, unknown_field
 from server.protocol.generation_request import ranged_field
 from server.protocol.grammars.response_format import parse_response_format
-from server.protocol.harmless import ANTHROPIC_IGNORED, ANTHROPIC_INERT
+from server.protocol.harmless import ANTHROPIC_IGNORED, ANTHROPIC_INERT, OUTPUT_CONFIG_IGNORED, THINKING_IGNORED
 from server.protocol.strict import Strict, parse_request
 from server.protocol.translated import SamplingExtras, add_text, join_texts, renamed, without
 
@@ -270,6 +270,8 @@ Messages = Annotated[Any, BeforeValidator(_messages, json_schema_input_type=Turn
 
 
 class OutputConfig(Strict):
+    ignored = OUTPUT_CONFIG_IGNORED
+
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: Format = None  # after validation in the form of a chat's response_format
 
@@ -280,6 +282,8 @@ class Thinking(Strict):
     Otherwise the model thinks as it was trained to. budget_tokens is a limit for models whose thinking is marked in the
     text; for other models it has no effect.
     """
+
+    ignored = THINKING_IGNORED
 
     type: Literal["enabled", "disabled", "adaptive"]
     display: Literal["summarized", "updates", "omitted"] = "summarized"  # the first two: in full

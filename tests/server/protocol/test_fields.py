@@ -3,6 +3,7 @@
 import inspect
 import typing
 
+import anthropic.types.message_create_params as message_params
 import openai.types.chat.completion_create_params as chat_params
 import openai.types.completion_create_params as completion_params
 import pytest
@@ -76,12 +77,35 @@ def test_stop_that_is_neither_says_both():
         (completion_params.CompletionCreateParamsStreaming, CompletionRequest),
         (chat_params.CompletionCreateParamsNonStreaming, ChatCompletionRequest),
         (chat_params.CompletionCreateParamsStreaming, ChatCompletionRequest),
+        (message_params.MessageCreateParamsNonStreaming, MessagesRequest),
+        (message_params.MessageCreateParamsStreaming, MessagesRequest),
     ],
 )
 def test_every_documented_field_has_a_place(params, request_type):
     documented = set(typing.get_type_hints(params, vars(inspect.getmodule(params))))
     places = {*request_type.model_fields, *request_type.ignored, *request_type.inert, *request_type.renamed}
     assert documented <= places, documented - places
+
+
+def test_hints_of_claude_code_to_anthropics_servers_have_no_effect():
+    """`claude --task-budget 50000` sends the first one with every request."""
+    plain = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}
+    plain |= {"output_config": {"effort": "high"}, "thinking": {"type": "adaptive"}}
+    hints = {
+        ("output_config", "task_budget"): {"type": "tokens", "total": 50000, "remaining": 400},
+        ("thinking", "block_binding"): {"prefix_mismatch_behavior": "drop_block"},
+        ("diagnostics",): {"previous_message_id": None},
+    }
+    for path, value in hints.items():
+        for given in (value, None, 5):
+            *outer, name = path
+            body = plain | {part: {**plain[part], name: given} for part in outer} | ({} if outer else {name: given})
+            if given != 5:
+                assert parse_request(MessagesRequest, body) == parse_request(MessagesRequest, plain)
+                continue
+            with pytest.raises(InvalidRequestError) as caught:
+                parse_request(MessagesRequest, body)
+            assert caught.value.param == ".".join(path)
 
 
 def test_vllms_extras_have_a_place():
