@@ -68,14 +68,18 @@ MESSAGE_INERT: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "audio": (),
 }
-MESSAGE_IGNORED = {"parsed": "openai-python adds it to an answer, which clients send back unchanged"}
+CACHE = "cache_control"  # Anthropic's mark, which clients of OpenRouter and of LiteLLM also set in chats
+CACHE_IS = "a hint for speed: equal prefixes are found without it"
+MESSAGE_IGNORED = {
+    CACHE: CACHE_IS,
+    "parsed": "openai-python adds it to an answer, which clients send back unchanged",
+}
 CALL_IGNORED = {"index": "left over from the chunks of a streamed answer"}
 FORMAT_IGNORED = {"description": "for readers of the request; a prompt shows no part of a format"}
 FUNCTION_IGNORED = {"parsed_arguments": "openai-python adds it to a call"}
-PART_IGNORED = {"prompt_cache_breakpoint": "a hint for speed"}
+PART_IGNORED = {CACHE: CACHE_IS, "prompt_cache_breakpoint": "a hint for speed"}
+TOOL_IGNORED = {CACHE: CACHE_IS}
 # Fields of /v1/messages. cache_control may stand on every block, message part and tool.
-CACHE = "cache_control"
-CACHE_IS = "a hint for speed: equal prefixes are found without it"
 ANTHROPIC_IGNORED = {
     CACHE: CACHE_IS,
     "diagnostics": "asks why the cache missed an earlier request; nothing is stored to compare with",
@@ -123,6 +127,7 @@ WRITTEN_LIST: tuple[tuple[str, dict[str, str], dict[str, tuple[Any, ...]]], ...]
     ("{} (chat)", {}, CHAT_INERT),
     ("messages[].{}", MESSAGE_IGNORED, MESSAGE_INERT),
     ("messages[].content[].{}", PART_IGNORED, {}),
+    ("tools[].{}", TOOL_IGNORED, {}),
     ("messages[].tool_calls[].{}", CALL_IGNORED, {}),
     ("messages[].tool_calls[].function.{}", FUNCTION_IGNORED, {}),
     ("response_format.json_schema.{}", FORMAT_IGNORED, {}),

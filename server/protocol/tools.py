@@ -17,7 +17,7 @@ from server.protocol.field_checks import field_error, fields_of, known_fields
 from server.protocol.grammars.closed_objects import closed_arguments
 from server.protocol.grammars.lark_in_json import MAX_DEFINITION, LarkError, lark_of_json_string
 from server.protocol.grammars.response_format import MAX_DESCRIPTION, to_json_text
-from server.protocol.harmless import CALL_IGNORED, FUNCTION_IGNORED
+from server.protocol.harmless import CALL_IGNORED, FUNCTION_IGNORED, TOOL_IGNORED
 from server.protocol.strict import Strict, validated
 
 MAX_TOOLS = 1024  # OpenAI's limit is 128; agents with several MCP servers send more to Anthropic's API
@@ -72,6 +72,7 @@ class FunctionDefinition(Strict):
 
 
 class Tool(Strict):
+    ignored = TOOL_IGNORED
     foreign = {name: f"function.{name}" for name in ("name", "description", "parameters", "strict")}
 
     type: Literal["function"]
@@ -153,6 +154,7 @@ class CustomTool(Strict):
     """A custom tool. The model sees a function of one string, INPUT: chat templates and call formats know functions
     only."""
 
+    ignored = TOOL_IGNORED
     foreign = {name: f"custom.{name}" for name in ("name", "description", "format")}
 
     type: Literal["custom"]

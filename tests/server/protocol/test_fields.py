@@ -87,6 +87,16 @@ def test_every_documented_field_has_a_place(params, request_type):
     assert documented <= places, documented - places
 
 
+def test_marks_of_a_cache_change_no_prompt_of_a_chat(client):
+    """Clients of OpenRouter and LiteLLM set Anthropic's marks on parts, messages and tools."""
+    mark = {"cache_control": {"type": "ephemeral"}}
+    tool = {"type": "function", "function": {"name": "f"}}
+    said = {"role": "user", "content": [{"type": "text", "text": "hello"}]}
+    marked = {"role": "user", "content": [{"type": "text", "text": "hello", **mark}], **mark}
+    plain = ids_of(client, messages=[said], tools=[tool])
+    assert ids_of(client, messages=[marked], tools=[{**tool, **mark}]) == plain
+
+
 def test_hints_of_claude_code_to_anthropics_servers_have_no_effect():
     """`claude --task-budget 50000` sends the first one with every request."""
     plain = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}
