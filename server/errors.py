@@ -124,13 +124,17 @@ def error_response(error: Exception, scope: Scope) -> Response:
     return Response(body, api_error.status, api_error.headers, "application/json")
 
 
+# Beginnings of the paths of OpenAI's API alone.
+OPENAIS = ("/v1/chat/", "/v1/completions", "/v1/embeddings", "/v1/responses")
+
+
 def speaks_anthropic(scope: Scope) -> bool:
-    """True for a client of Anthropic's API: known by the route or, on routes of both APIs, by the header
-    anthropic-version."""
+    """True for a client of Anthropic's API: known by the route or, on routes of both APIs and on unknown ones, by the
+    header anthropic-version."""
     path = scope["path"]
-    if path == "/v1/models" or path.startswith("/v1/models/"):
-        return any(name == b"anthropic-version" for name, _ in scope["headers"])
-    return is_anthropics(path)
+    if path.startswith(OPENAIS):
+        return False
+    return is_anthropics(path) or any(name == b"anthropic-version" for name, _ in scope["headers"])
 
 
 def is_anthropics(path: str) -> bool:

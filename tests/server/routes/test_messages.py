@@ -177,6 +177,28 @@ def test_keys(folder):
                     api.messages.create(model=MODEL, messages=HELLO, max_tokens=1)
 
 
+def test_a_wrong_base_url_and_unknown_routes(folder):
+    """A base_url with /v1, which OpenAI's clients want, was told that the key is wrong where the server has keys."""
+    with LiveServer(folder, api_key=("sesame",)) as live:
+        for key, kind, begin in (
+            ("sesame", "not_found_error", "Unknown route; did you mean /v1/messages?"),
+            ("wrong", "authentication_error", "Incorrect API key provided: send a valid one as x-api-key: KEY."),
+        ):
+            with anthropic.Anthropic(base_url=f"{live.url}/v1", api_key=key, max_retries=0) as api:
+                with pytest.raises(anthropic.APIStatusError) as caught:
+                    api.messages.create(model=MODEL, messages=HELLO, max_tokens=1)
+            assert_error(caught.value.response, caught.value.status_code, kind, begin)
+            assert caught.value.type == kind and caught.value.request_id
+        with anthropic.Anthropic(base_url=live.url, api_key="sesame", max_retries=0) as api:
+            with pytest.raises(anthropic.NotFoundError) as caught:
+                api.beta.files.list()
+        assert caught.value.type == "not_found_error"
+        with live.client() as client:
+            headers = {"anthropic-version": "2023-06-01", "authorization": "Bearer sesame"}
+            for path in ("chat/completions", "completions", "embeddings", "responses"):
+                assert client.post(f"/v1/{path}", json={}, headers=headers).json()["error"]["code"], "OpenAI's form"
+
+
 def test_a_failure_after_the_headers(folder):
     with LiveServer(folder, "--fail-on-token", str(TEXT.encode()[2])) as live, live.client() as client:
         *_, error = stream(client, max_tokens=40)
