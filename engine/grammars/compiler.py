@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from engine.grammars.corrected_schema import MAY_NEED_CORRECTION, corrected
 from engine.grammars.unusable_values import (
     NO_OVERLAP,
     OVERLAP,
@@ -21,6 +22,7 @@ from engine.grammars.unusable_values import (
     limited,
     unusable_values,
     usable_lark,
+    with_schemas,
     without_unusable_values,
 )
 from engine.structured_output import MAX_IN_WORKER, WHITESPACE, StructuredOutput, Vocabulary
@@ -192,8 +194,10 @@ def _of_lark(text: str) -> str:
     from llguidance import grammar_from
 
     try:
+        if MAY_NEED_CORRECTION.search(text):
+            text = with_schemas(text, corrected)
         return grammar_from("grammar", text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise GrammarError(shorten(str(error))) from None
 
 
@@ -203,7 +207,7 @@ def _of_schema(schema: str, *, lenient: bool) -> str:
     spaces: Any = {"whitespace_pattern": WHITESPACE}  # a schema may have its own in "x-guidance"
     strictness: Any = {"lenient": lenient}
     try:
-        return LLMatcher.grammar_from_json_schema(schema, defaults=spaces, overrides=strictness)
+        return LLMatcher.grammar_from_json_schema(corrected(schema), defaults=spaces, overrides=strictness)
     except ValueError as error:
         raise GrammarError(shorten(str(error))) from None
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engine.grammars.corrected_schema import TOO_LARGE, holds_rounded_integer
+from engine.grammars.schema_parts import PATTERNS, Path, parts_of
 from engine.structured_output import OPTIONAL
 
 MAX_TRIALS = 256  # values compiled per grammar, 0.1 to 1 ms each; further values count as unusable
@@ -26,9 +28,6 @@ TYPES_OF = {
     **dict.fromkeys(("maxItems", "minItems"), ("array",)),
     **dict.fromkeys(("maxProperties", "minProperties"), ("object",)),
 }
-PATTERNS = "patternProperties"
-BY_NAME = frozenset({"$defs", "definitions", "dependentSchemas", PATTERNS, "properties"})  # their keys are names
-DATA = frozenset({"const", "default", "enum", "example", "examples"})  # their values are no schemas
 IDENTIFIER = re.compile(r"[a-zA-Z][a-zA-Z0-9_]*")
 UNKNOWN = re.compile(r"Unimplemented keys: (\[.*\])")
 OVERLAP = "oneOf constraints are not supported"
@@ -46,7 +45,7 @@ class Unusable:
 
     part: dict[str, Any]
     key: str
-    path: tuple[str | int, ...]
+    path: Path
     fault: str
 
     def __str__(self) -> str:
@@ -81,6 +80,8 @@ def unusable_values(schema: Any, fault_of: FaultOf, error: str = "") -> Iterator
     def fault_of_keyword(part: dict[str, Any], key: str) -> str:
         if key in unknown:
             return "this keyword cannot be enforced"
+        if key in ("const", "enum"):
+            return TOO_LARGE if holds_rounded_integer(part[key]) else ""
         if key in TYPES_OF:
             return _fault_of_value(part, key, fault_of)
         if key == "oneOf" and error.startswith(NO_OVERLAP):
@@ -88,7 +89,7 @@ def unusable_values(schema: Any, fault_of: FaultOf, error: str = "") -> Iterator
             return fault if fault.startswith(NO_OVERLAP) else ""
         return ""
 
-    for path, part in _parts(schema, (), named=False):
+    for path, part in parts_of(schema):
         for key, value in part.items():
             if fault := fault_of_keyword(part, key):
                 yield Unusable(part, key, (*path, key), fault)
@@ -113,20 +114,32 @@ def usable_lark(text: str, schema_fault_of: FaultOf, lark_fault_of: FaultOf) -> 
     text = OPTIONAL_TERMINAL.sub(
         lambda found: found[1] + (ANY_TEXT if lark_fault_of(f"start: {found[2]}\n") else found[2]), text
     )
+
+    def usable(schema: str) -> str:
+        value = json.loads(schema)
+        is_lenient = value.get("x-guidance", {}).get("lenient", False)
+        return json.dumps(value) if is_lenient and without_unusable_values(value, schema_fault_of) else schema
+
+    return with_schemas(text, usable)
+
+
+def with_schemas(text: str, change: Callable[[str], str]) -> str:
+    """A Lark grammar with `change` of each schema behind `%json`. What is no JSON there stays as it is."""
     pieces, at = [], 0
     while found := LARK_PARTS.search(text, at):
         pieces.append(text[at : found.end()])
         at = found.end()
         if found["json"]:
-            schema, end = json.JSONDecoder().raw_decode(text, at)
-            is_lenient = schema.get("x-guidance", {}).get("lenient", False)
-            changes = is_lenient and without_unusable_values(schema, schema_fault_of)
-            pieces.append(json.dumps(schema) if changes else text[at:end])
+            try:
+                _, end = json.JSONDecoder().raw_decode(text, at)
+            except (ValueError, RecursionError):
+                continue
+            pieces.append(change(text[at:end]))
             at = end
     return "".join([*pieces, text[at:]])
 
 
-def json_path(path: tuple[str | int, ...]) -> str:
+def json_path(path: Path) -> str:
     """A path in the form of the package jsonschema: $.properties.name['a b'][0]."""
     parts = []
     for key in path:
@@ -140,24 +153,6 @@ def json_path(path: tuple[str | int, ...]) -> str:
     return "".join(["$", *parts])
 
 
-def _parts(
-    value: Any, path: tuple[str | int, ...], named: bool
-) -> Iterator[tuple[tuple[str | int, ...], dict[str, Any]]]:
-    """(path, part) of every subschema. References may lead anywhere, so parts below unknown keywords count, too.
-
-    named: the keys of `value` are names, not keywords.
-    """
-    if isinstance(value, dict):
-        if not named:
-            yield path, value
-        for key, inner in value.items():
-            if isinstance(inner, dict | list) and (named or key not in DATA):
-                yield from _parts(inner, (*path, key), not named and key in BY_NAME)
-    elif isinstance(value, list):
-        for i, inner in enumerate(value):
-            yield from _parts(inner, (*path, i), False)
-
-
 def _fault_of_value(part: Mapping[str, Any], key: str, fault_of: FaultOf) -> str:
     """The fault of one value for one of the types that the part allows, or ""."""
     value, allowed = part[key], part.get("type", ())
@@ -168,7 +163,7 @@ def _fault_of_value(part: Mapping[str, Any], key: str, fault_of: FaultOf) -> str
     faults = (fault_of(json.dumps({"type": name, key: value})) for name in types or TYPES_OF[key])
     fault = next(filter(None, faults), "")
     # llguidance writes ranges of numbers and lengths as regular expressions.
-    return "a number of this size cannot be enforced" if "regex" in fault and key not in TEXTS else _reason(fault)
+    return TOO_LARGE if "regex" in fault and key not in TEXTS else _reason(fault)
 
 
 def _reason(fault: str) -> str:
