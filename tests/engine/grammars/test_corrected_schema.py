@@ -72,3 +72,36 @@ def test_large_integers_that_constrain_nothing_stay(compiler):
     for output in forms(schema):
         assert find_fault(compiler, output) == ""
         assert allows(compiler, output, f'{{"const":{number}}}')
+
+
+# (bounds, texts that are allowed, texts that are not)
+BOUNDS = [
+    ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0.5", "0.25", "0.0000001"], ["0", "-0", "0.0", "0.51", "1"]),
+    ({"exclusiveMinimum": 0.0, "exclusiveMaximum": 0.05}, ["0.04"], ["0", "0.05"]),
+    ({"exclusiveMinimum": 1, "maximum": 1.05}, ["1.01", "1.05", "1.001"], ["1", "1.0", "1.06", "2"]),
+    ({"exclusiveMinimum": 10, "exclusiveMaximum": 10.5}, ["10.4"], ["10", "10.5", "11"]),
+    ({"exclusiveMaximum": 0, "minimum": -0.5}, ["-0.5", "-0.1"], ["0", "-0", "0.0", "-0.6"]),
+    ({"exclusiveMaximum": -1, "minimum": -1.05}, ["-1.05", "-1.01"], ["-1", "-1.0", "-2"]),
+    ({"exclusiveMinimum": -1, "exclusiveMaximum": -0.5}, ["-0.75"], ["-1", "-0.5", "0"]),
+    ({"allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]}, ["0.5", "0.25"], ["0", "0.6"]),
+    ({"exclusiveMinimum": 0, "$ref": "#/$defs/half", "$defs": {"half": {"maximum": 0.5}}}, ["0.5"], ["0", "0.6"]),
+    ({"exclusiveMinimum": 0}, ["1", "0.5"], ["0"]),
+    ({"exclusiveMinimum": 0, "maximum": 1}, ["1", "0.5"], ["0"]),
+]
+
+
+@pytest.mark.parametrize("bounds, allowed, refused", BOUNDS, ids=str)
+def test_an_exclusive_bound_excludes_its_integer(compiler, bounds, allowed, refused):
+    """`exclusiveMinimum: 0, maximum: 0.5` allowed 0."""
+    for output in forms({"type": "number", **bounds}):
+        assert find_fault(compiler, output) == ""
+        assert {text: allows(compiler, output, text) for text in [*allowed, *refused]} == {
+            **dict.fromkeys(allowed, True),
+            **dict.fromkeys(refused, False),
+        }
+
+
+def test_thousands_of_bounds_cost_little(compiler):
+    bounds = [{"exclusiveMinimum": i, "maximum": i + 0.5} for i in range(2000)]
+    schema = {"type": "number", "$defs": {f"d{i}": bound for i, bound in enumerate(bounds)}}
+    assert find_fault(compiler, StructuredOutput.json_schema(schema)) == ""
