@@ -2,6 +2,7 @@
 
 - A number above an integer and below the next one (`exclusiveMinimum: 0, maximum: 0.5`) may be that integer itself,
   and so may a number below one (`exclusiveMaximum: 0, minimum: -0.5`).
+- `prefixItems` has no effect beside `additionalItems`, which only older drafts know.
 - Integers become doubles: `const: 9007199254740993` makes the text 9007199254740992. Below -2^63 the process dies.
 """
 
@@ -13,7 +14,7 @@ from typing import Any
 
 from engine.grammars.schema_parts import parts_of
 
-MAY_NEED_CORRECTION = re.compile(r'"exclusiveM|[0-9]{16}')
+MAY_NEED_CORRECTION = re.compile(r'"additionalItems"|"exclusiveM|[0-9]{16}')
 UPPER, LOWER = ("exclusiveMaximum", "maximum"), ("exclusiveMinimum", "minimum")
 EXACT = ("const", "enum", *UPPER, *LOWER)  # keywords whose integers are enforced exactly or refused
 # Stands for the number next to 0. It has as many digits as forced JSON may have after the point.
@@ -30,6 +31,8 @@ def corrected(text: str) -> str:
     for part in parts:
         if any(holds_rounded_integer(part[key]) for key in EXACT if key in part):
             raise ValueError(TOO_LARGE)
+        if "prefixItems" in part and "additionalItems" in part:
+            part.setdefault("items", part.pop("additionalItems"))
     _exclude_integers(parts)
     return json.dumps(schema)
 

@@ -124,7 +124,7 @@ def usable_lark(text: str, schema_fault_of: FaultOf, lark_fault_of: FaultOf) -> 
 
 
 def with_schemas(text: str, change: Callable[[str], str]) -> str:
-    """A Lark grammar with `change` of each schema behind `%json`. What is no JSON there stays as it is."""
+    """A Lark grammar with `change` of each schema behind `%json`. A text there that is no JSON stays as it is."""
     pieces, at = [], 0
     while found := LARK_PARTS.search(text, at):
         pieces.append(text[at : found.end()])

@@ -101,6 +101,23 @@ def test_an_exclusive_bound_excludes_its_integer(compiler, bounds, allowed, refu
         }
 
 
+@pytest.mark.parametrize(
+    "others, allowed, refused",
+    [
+        ({"additionalItems": False}, ["[]", "[1]"], ["[true]", "[1,2]"]),
+        ({"additionalItems": {"type": "null"}}, ["[1]", "[1,null]"], ["[null]", "[1,2]"]),
+        ({"additionalItems": False, "items": {"type": "null"}}, ["[1,null]"], ["[true]", "[1,2]"]),
+    ],
+    ids=str,
+)
+def test_the_first_items_are_enforced_beside_a_keyword_of_older_drafts(compiler, others, allowed, refused):
+    """`prefixItems` had no effect beside `additionalItems`."""
+    for output in forms({"type": "array", "prefixItems": [{"type": "integer"}], **others}):
+        assert find_fault(compiler, output) == ""
+        assert all(allows(compiler, output, text) for text in allowed)
+        assert not any(allows(compiler, output, text) for text in refused)
+
+
 def test_thousands_of_bounds_cost_little(compiler):
     bounds = [{"exclusiveMinimum": i, "maximum": i + 0.5} for i in range(2000)]
     schema = {"type": "number", "$defs": {f"d{i}": bound for i, bound in enumerate(bounds)}}
