@@ -105,7 +105,7 @@ def parse_structured_outputs(value: Any) -> StructuredOutput:
         raise field_error("invalid_value", "must not be empty", kind)
     if len(part.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
         raise field_error("invalid_value", TOO_LARGE, kind)
-    return StructuredOutput("json_schema" if kind == "json" else kind, part)
+    return StructuredOutput("json_schema", _closed_text(part, kind)) if kind == "json" else StructuredOutput(kind, part)
 
 
 def _from_json_schema(value: Any) -> StructuredOutput:
@@ -142,6 +142,16 @@ def _checked_choices(value: Any) -> list[str]:
 def _schema_text(schema: dict[str, Any] | bool, *path: str) -> str:
     text = to_json_text(schema, *path)  # also limits the size and depth, before `closed` walks the schema
     return text if isinstance(schema, bool) else to_json_text(closed(schema), *path)
+
+
+def _closed_text(text: str, *path: str) -> str:
+    """A schema that the client sends as a text, with closed objects. A text that is no object stays as it is: the
+    compiler says why."""
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return _schema_text(schema, *path) if isinstance(schema, dict) else text
 
 
 def to_json_text(value: Any, *path: str) -> str:

@@ -93,7 +93,7 @@ def test_arguments_left_open(schema):
     assert closed_arguments(schema) == closed(schema)
 
 
-@pytest.mark.parametrize("field", ["response_format", "structured_outputs", "tools"])
+@pytest.mark.parametrize("field", ["response_format", "structured_outputs", "structured_outputs as text", "tools"])
 def test_an_answer_has_what_the_schema_lists_and_ends(bundled_server, field):
     """Open, all but a few of these would be cut: the model goes on with properties of its own making."""
     grade = {"type": "object", "properties": {"grade": {"enum": ["a", "b"]}, "year": {"enum": [1, 2]}}}
@@ -101,6 +101,7 @@ def test_an_answer_has_what_the_schema_lists_and_ends(bundled_server, field):
     asked = {
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": grade}},
         "structured_outputs": {"json": grade},
+        "structured_outputs as text": {"json": json.dumps(grade)},
         "tools": [{"type": "function", "function": function}],
     }[field]
     forced = {"tool_choice": "required", "parallel_tool_calls": False} if field == "tools" else {}
@@ -111,7 +112,7 @@ def test_an_answer_has_what_the_schema_lists_and_ends(bundled_server, field):
             n=8,
             max_tokens=80,
             seed=1,
-            extra_body={field: asked, **forced},
+            extra_body={field.split()[0]: asked, **forced},
         )
     assert len(answer.choices) == 8
     for choice in answer.choices:
