@@ -367,7 +367,7 @@ def _rules_of_series(nodes: Sequence[Node]) -> list[str]:
             elif node.low == 1 and plain:
                 rules.append(f"(/(?:{plain})+{behind}/ | {body}+ {last})")
             else:
-                rules += [_rule(Repeat(node.node, node.low - 1, node.low - 1)), f"{body}+", last]
+                rules += [_rule(Repeat(node.node, node.low - 1, node.low - 1))] * (node.low > 1) + [f"{body}+", last]
         else:
             rules += [_rule(node)] + [f"/{behind}/"] * bool(behind)
         at = end
@@ -375,14 +375,15 @@ def _rules_of_series(nodes: Sequence[Node]) -> list[str]:
 
 
 def _rule_of_repeat(node: Repeat) -> str:
+    """A rule that a further operator may follow."""
     body, _ = _unlimited(node.node)
     if node.high is None and node.low <= 1:
-        return body + ("+" if node.low else "*")
+        return f"({body}{'+' if node.low else '*'})"
     if node.high is None:
         return f"({_rule(Repeat(node.node, node.low - 1, node.low - 1))} {body}+)"
     if node.high > MAX_SINGLE:
         return f"/{node.regex}/"
-    return f"{_rule(node.node)}{{{node.low},{node.high}}}"
+    return f"({_rule(node.node)}{{{node.low},{node.high}}})" if node.high else '""'
 
 
 def _unlimited(node: Node) -> tuple[str, str]:

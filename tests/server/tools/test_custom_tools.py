@@ -40,6 +40,9 @@ GRAMMARS = [
      ['ab"c,aX', 'ab"c,"X', 'ab"cq']),
     ("start: A\nA: B & /[a-c]{2}/\nB: /[b-z]+/", ["bc"], ["ab", "d"]),
     ('start: /[\\s\\S]{3}/ " ".."~"', ['\n"\\"', "abc\\"], ["abcé", "ab"]),
+    (r'start: "a" /(\s+)?/ /\n*/? "b"', ["ab", "a\t\nb", "a b"], ["a", "axb"]),  # repetitions of repetitions
+    (r'start: (/"+a/ | /(\\n)+;/ | /x(\n){0}y/) /(b"?){2}/~2', ['""abb"bb"', "\\n\\n;bbbb", "xybbbb"],
+     ["abbbb", ";bbbb"]),
     (OBJECT, ['{"a":1, "b\\"c":2.5e3}', "{}", "{ }"], ['{"a":}', "{a:1}"]),
 ]  # fmt: skip
 
