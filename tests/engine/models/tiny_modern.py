@@ -86,7 +86,9 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
         shared_intermediate_size=40,
         position_embedding_type="rope",
     ),
-    "granite4_nope": lambda: _tiny(GraniteMoeHybridConfig, **GRANITE, tie_word_embeddings=True, attention_bias=True),
+    "granite4_nope": lambda: _tiny(
+        GraniteMoeHybridConfig, **GRANITE | {"embedding_multiplier": 3.0}, tie_word_embeddings=True, attention_bias=True
+    ),
     "hyperclovax": lambda: _tiny(
         transformers.HyperCLOVAXConfig, embedding_multiplier=6.0, attention_multiplier=0.25, logits_scaling=0.3
     ),
