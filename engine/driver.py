@@ -597,8 +597,9 @@ class Driver:
     def _ask_to_wake(self) -> None:
         """End a sleep, or one that was asked for and has not begun. Does nothing to a model that is awake."""
         self._stop_disk_timer()
-        self._sleep.set(None)
-        self._schedule_pump()
+        if self._sleep.asked is not None:
+            self._sleep.set(None)
+            self._schedule_pump()
 
     def _stop_disk_timer(self) -> None:
         if self._disk_timer is not None:

@@ -32,6 +32,7 @@ QUICK = (
     "abort leaks the blocks",
     "missed copy",
     "owner of an aborted sample kept",
+    "nobody plans after an arrival",
     "request too large for the new pool goes on",
     "hypothesis not sent anew",
     "who stopped is still counted",
