@@ -17,7 +17,7 @@ help:
 	@echo "make layouts                                            load checkpoints in every layout of transformers 4.57 and 5"
 	@echo "make kernels-aot                                        compile every GPU kernel; registers, spills, shared memory"
 	@echo "make kernels-aot-tritons [TRITONS=\"3.4.0 3.8.0\"]        a few shapes of each kernel with other versions of Triton"
-	@echo "make processors                                         the tests of CPU kernels as on AVX2 and on AVX-512 without BF16"
+	@echo "make processors                                         the tests of CPU kernels as without AVX, with AVX2, and with AVX-512 without BF16"
 	@echo "make bench [ARGS=\"--only vllm --models llama-90m\"]      our server beside vLLM and llama.cpp, which it installs first"
 	@echo "make gpu-check [PARTS=\"decode linears\"]                 on a machine with a GPU: tests, kernel times, engine figures"
 	@echo "make gpu-check-faults                                   plant faults in every part of gpu-check, on a CPU"

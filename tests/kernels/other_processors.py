@@ -13,6 +13,8 @@ from llvmlite import binding
 # By name: the beginnings of the features that the processor lacks.
 PROCESSORS = {
     "haswell": ("avx512", "avx10", "amx", "avxvnni", "gfni", "vaes", "vpclmulqdq"),
+    # As on ARM, kernels have LLVM's portable operations alone, and linear layers are torch's.
+    "nehalem": ("avx", "fma", "f16c", "bmi", "amx", "gfni", "vaes", "vpclmulqdq", "xop", "tbm", "xsave"),
     "icelake-server": ("avx512bf16", "avx512fp16", "avx10", "amx"),
 }
 
