@@ -215,7 +215,7 @@ test-slow: $(VENV)/.installed-test $(VENV)/.compiled
 	$(FOR_TESTS) $(BIN)/python -m pytest -n $(or $(PROCESSES),2) --dist worksteal -m slow $(ARGS)
 
 families: $(VENV)/.installed-test $(VENV)/.compiled
-	@$(BIN)/python -W ignore -m tests.engine.models.families_table $(ONLY)
+	@$(FOR_TESTS) $(BIN)/python -W ignore -m tests.engine.models.families_table $(ONLY)
 
 layouts: $(VENV)/.installed-test $(VENV)/.compiled
 	$(BIN)/python -m tests.checkpoint_layouts
