@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from benchmarks.gpu_check.operators import Operator, Rows, floor_seconds, step_operators
 from engine.models.config import ModelConfig
 
-RATE_OF_8_BITS = 2.0  # products in int8 or e4m3 for each one in bf16, by the datasheet of every card that has them
+RATE_OF_8_BITS = 2.0  # the rate of products in int8 or e4m3 to that in bf16, in the datasheet of each card with them
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Bounds:
         return floor_seconds(self.operators(step), self.limits.bandwidth, self.limits.rate)
 
     def operators(self, step: list[Rows]) -> list[Operator]:
-        """Those of a step. A product in 8 bits counts as the operations that the card does in bf16 in its time."""
+        """The operators of a step. A product in 8 bits has 1 / RATE_OF_8_BITS of its FLOPs, to hold against `rate`."""
         found = list(step_operators(self.model, step, self.dtype_bytes, weight_bytes=self.quantized_bytes))
         if self.eight_bits_from is None or sum(rows.tokens for rows in step) < self.eight_bits_from:
             return found

@@ -46,7 +46,7 @@ class Codes:
     int8_inputs: bool = False
 
     def num_bytes(self, n_out: int, n_in: int) -> int:
-        """Of a matrix as the kernels read it: codes, scales in fp16, and offsets as int8 zeros or in fp32."""
+        """Bytes of a matrix as the kernels read it: codes, scales in fp16, and offsets as int8 zeros or in fp32."""
         bits = 4 if self.dtype == torch.uint8 else 8
         of_group = 2 + (1 if self.zeros else 4 if self.minima else 0)
         return n_out * (n_in * bits // 8 + n_in // (self.group or n_in) * of_group)

@@ -25,14 +25,14 @@ def count_oom_kills() -> int | None:
 
 
 class OomKills:
-    """The processes that the kernel has killed for lack of memory since this object was made."""
+    """Counts the processes that the kernel kills for lack of memory after this object was made."""
 
     def __init__(self) -> None:
         self._before = count_oom_kills()
 
     @property
     def number(self) -> int | None:
-        """How many they are; None if unknown."""
+        """The number of processes killed so far; None if unknown."""
         now = count_oom_kills()
         return None if self._before is None or now is None else now - self._before
 

@@ -353,7 +353,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 # Handled in parallel to steps.
 SideMessage = FetchBlocks | Vocabulary | PrepareGrammar | ThinkingTags | LoadAdapter | UnloadAdapter
-SideAnswer = FetchedBlocks | GrammarPrepared | AdapterLoaded | WorkerAsleep  # answers to all messages but plans
+SideAnswer = FetchedBlocks | GrammarPrepared | AdapterLoaded | WorkerAsleep  # answers to other messages than plans
 Answer = StepResult | SideAnswer  # answers of a loaded Worker
 DriverMessage = StartWorker | StepPlan | SideMessage | Heartbeat | SleepWorker | WakeWorker
 WorkerMessage = LoadProgress | WorkerReady | WorkerFailed | Answer | Heartbeat

@@ -170,11 +170,11 @@ class EncoderAttention:
 
 
 def takes_groups(q: Tensor, mask: Tensor | None) -> bool:
-    """True if torch's attention takes fewer KV heads than query heads (num_seqs, H, length, D) without a matrix of all
-    scores in fp32.
+    """True if torch's attention reads grouped KV heads without making a matrix of all scores in fp32. q: (num_seqs, H,
+    length, D).
 
-    On a GPU only its flash attention does, which takes no mask. With a mask, torch would take that matrix without a
-    word: 22 GB for two texts of 10,000 tokens and 28 heads.
+    On a GPU only its flash attention does, which takes no mask. With a mask, torch would make that matrix, without a
+    warning: 22 GB for two texts of 10,000 tokens and 28 heads.
     """
     if not q.is_cuda:
         return True

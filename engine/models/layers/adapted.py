@@ -91,8 +91,8 @@ class AdapterLayers:
             self._heads.add(slot)
 
     def forget_rows(self) -> None:
-        """Leave the rows of all steps so far: those of a recorded graph are in memory that others have written since,
-        and a forward pass that sets none would read them."""
+        """Forget the rows of all earlier steps. Those of a recorded graph lie in memory that is reused once the graph
+        is gone, and a forward pass that sets no rows would read them."""
         for groups in (self.tokens, self.outputs, self.logits):
             groups.forget()
 

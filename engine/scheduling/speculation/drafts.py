@@ -201,7 +201,7 @@ class OpenProposer(Proposer):
     def propose(self, seq: Sequence, num_tokens: int) -> list[int]:
         if found := super().propose(seq, num_tokens):
             return found
-        self.source = SHORT_MATCH  # a place for the chance of open drafts: this proposer matches no text
+        self.source = SHORT_MATCH  # this proposer matches no text, so the entry in `chances` is free for open drafts
         return [OPEN_TOKEN] * num_tokens
 
     def compare(self, seq: Sequence) -> None:
@@ -266,8 +266,8 @@ class NgramDrafts(Drafts):
             num_spare -= length
 
     def _begin_search(self, num_rows: int, num_spare: int) -> bool:
-        """Begins the search for guesses for a plan of `num_rows` decodes, or counts a plan of a rest. Returns False if
-        the plan gets no draft: one has no room or cannot pay, or the search rests."""
+        """Returns True if a plan of `num_rows` decodes looks for guesses; False if a draft has no room or cannot pay,
+        or if the search rests, which ends after REST such plans."""
         if not (self._candidates and 0 < num_rows <= self.max_decodes and num_spare > 0):
             return False
         if self._num_to_rest:

@@ -22,7 +22,7 @@ from engine.worker.batch.step_buffer import IntArray
 from kernels.attention.plan import AttentionPlan
 from kernels.sampling.greedy import most_likely
 
-# On a CPU, a pass of up to so many tokens computes each as a decode, with its own row; a longer one in chunks.
+# The most tokens of a pass on a CPU that computes each token as a decode, in its own row. Longer passes have chunks.
 MAX_DECODES = 64
 
 
