@@ -204,10 +204,8 @@ def test_a_runner_reads_no_rows_of_the_one_before(cuda, make_decoder, monkeypatc
     graph, whose memory is gone."""
     model, decoder = make_decoder("llama", lora=(2, 8))
     config = EngineConfig(model="m", device="cuda", dtype="bfloat16", max_model_len=LENGTH, block_size=BLOCK_SIZE)
-    loaded, queue = (
-        LoadedDecoder(config, model, decoder, LIMITS, torch.bfloat16, FakeCudaQueue.device),
-        FakeCudaQueue(cuda),
-    )
+    loaded = LoadedDecoder(config, model, decoder, LIMITS, torch.bfloat16, FakeCudaQueue.device)
+    queue = FakeCudaQueue(cuda)
     runner = loaded.make_runner(loaded.one_block(), LENGTH, queue, eos_token_ids=[])
     runner.warm_up()
     runner.record_graphs()
