@@ -32,7 +32,11 @@ IDENTIFIER = re.compile(r"[a-zA-Z][a-zA-Z0-9_]*")
 UNKNOWN = re.compile(r"Unimplemented keys: (\[.*\])")
 OVERLAP = "oneOf constraints are not supported"
 NO_OVERLAP = "oneOf is supported only if no value fits two of its alternatives: use anyOf"
-LARK_PARTS = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/|(?P<json>%json )(?=\{)')
+# `%json` before a schema, and the tokens and comments of Lark that may contain the same characters. Strings and regular
+# expressions match without their end, too: otherwise the search would start anew at every quote and slash in them.
+LARK_PARTS = re.compile(
+    r"""(?:#|//)[^\n]*|<[^<>\s]+>|"(?:[^"\\\n]|\\.)*"?|/(?:[^/\\]|\\.)+/?|(?P<json>%json\s*)(?=\{)"""
+)
 OPTIONAL_TERMINAL = re.compile(rf"^({OPTIONAL}\w+: )(/.+/)$", re.MULTILINE)
 ANY_TEXT = r"/(.|\n)*/"
 
@@ -124,7 +128,8 @@ def usable_lark(text: str, schema_fault_of: FaultOf, lark_fault_of: FaultOf) -> 
 
 
 def with_schemas(text: str, change: Callable[[str], str]) -> str:
-    """A Lark grammar with `change` of each schema behind `%json`. A text there that is no JSON stays as it is."""
+    """A Lark grammar with `change` of each schema behind `%json`. Stops at the first text there that is no JSON:
+    llguidance refuses it."""
     pieces, at = [], 0
     while found := LARK_PARTS.search(text, at):
         pieces.append(text[at : found.end()])
@@ -133,7 +138,7 @@ def with_schemas(text: str, change: Callable[[str], str]) -> str:
             try:
                 _, end = json.JSONDecoder().raw_decode(text, at)
             except (ValueError, RecursionError):
-                continue
+                break
             pieces.append(change(text[at:end]))
             at = end
     return "".join([*pieces, text[at:]])

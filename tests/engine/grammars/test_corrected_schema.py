@@ -1,6 +1,7 @@
 """Schemas that llguidance accepts but would not enforce as they are written. Values as JSON texts, by their masks."""
 
 import json
+import time
 
 import pytest
 
@@ -8,6 +9,7 @@ from engine.checkpoint.locate import read_eos_token_ids, resolve_model
 from engine.config import EngineConfig
 from engine.grammars.checker_process import find_fault
 from engine.grammars.compiler import Compiler
+from engine.grammars.unusable_values import with_schemas
 from engine.structured_output import StructuredOutput, Vocabulary
 from engine.text.tokenizer import Tokenizer
 
@@ -122,3 +124,39 @@ def test_thousands_of_bounds_cost_little(compiler):
     bounds = [{"exclusiveMinimum": i, "maximum": i + 0.5} for i in range(2000)]
     schema = {"type": "number", "$defs": {f"d{i}": bound for i, bound in enumerate(bounds)}}
     assert find_fault(compiler, StructuredOutput.json_schema(schema)) == ""
+
+
+HALF = '{"type":"number","exclusiveMinimum":0,"maximum":0.5}'
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        f"start: %json{HALF}",
+        f"start: %json\n  {HALF}",
+        f"# %json {{\nstart: %json {HALF}",
+        f"start: %json {HALF} // %json {{",
+        f"start: /a\n/? %json {HALF}",
+    ],
+)
+def test_schemas_in_a_grammar_are_corrected_however_it_is_laid_out(compiler, grammar):
+    output = StructuredOutput("grammar", grammar)
+    assert find_fault(compiler, output) == ""
+    assert allows(compiler, output, "0.5") and not allows(compiler, output, "0")
+
+
+@pytest.mark.parametrize("ahead", ["</x>", '<|"|>', "<#>", "<a//b>"])
+def test_schemas_behind_special_tokens_are_found(ahead):
+    assert with_schemas(f"start: {ahead} %json {{}} {ahead}", lambda schema: f"[{schema}]").endswith(f"[{{}}] {ahead}")
+
+
+@pytest.mark.parametrize(
+    "start, repeated",
+    [("// ", '\\"'), ('"', '\\"'), ("/", "\\/"), ("", "<a"), ("", "%json{"), ("", '%json {"a":'), ("", "%json  ")],
+)
+def test_the_search_for_schemas_takes_linear_time(start, repeated):
+    """Each quote behind a backslash was read up to the end of its line: 20,000 in a comment took 5 s, in the Worker,
+    too, where no other thread runs during that time."""
+    began = time.thread_time()
+    with_schemas(f"start: {start}{repeated * 40_000}", str)
+    assert time.thread_time() - began < 2
