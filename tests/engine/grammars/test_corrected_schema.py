@@ -5,23 +5,11 @@ import time
 
 import pytest
 
-from engine.checkpoint.locate import read_eos_token_ids, resolve_model
-from engine.config import EngineConfig
 from engine.grammars.checker_process import find_fault
-from engine.grammars.compiler import Compiler
 from engine.grammars.unusable_values import with_schemas
-from engine.structured_output import StructuredOutput, Vocabulary
-from engine.text.tokenizer import Tokenizer
+from engine.structured_output import StructuredOutput
 
 TOO_LARGE = "a number of this size cannot be enforced"
-
-
-@pytest.fixture(scope="module")
-def compiler():
-    folder = resolve_model(EngineConfig())
-    tokenizer = Tokenizer(folder)
-    yield Compiler(Vocabulary(tokenizer.to_json(), tokenizer.vocab_size, read_eos_token_ids(folder)))
-    tokenizer.close()
 
 
 def forms(schema):

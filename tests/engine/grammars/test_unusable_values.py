@@ -6,10 +6,8 @@ import time
 
 import pytest
 
-from engine.checkpoint.locate import read_eos_token_ids, resolve_model
-from engine.config import EngineConfig
 from engine.grammars.checker_process import find_fault
-from engine.grammars.compiler import Compiler, GrammarError
+from engine.grammars.compiler import GrammarError
 from engine.grammars.unusable_values import (
     MAX_TRIALS,
     json_path,
@@ -17,8 +15,7 @@ from engine.grammars.unusable_values import (
     usable_lark,
     without_unusable_values,
 )
-from engine.structured_output import StructuredOutput, Vocabulary
-from engine.text.tokenizer import Tokenizer
+from engine.structured_output import StructuredOutput
 
 ZOD_EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
 ZOD_INTEGER = {"type": "integer", "minimum": -9007199254740991, "maximum": 9007199254740991}
@@ -58,14 +55,6 @@ UNKNOWN = [
     ({"type": "string", "format": "idn-email"}, "format", "Unknown format: idn-email"),
     ({"oneOf": [{"type": "string"}, {"maxLength": 3}]}, "oneOf", NO_ANYOF),
 ]
-
-
-@pytest.fixture(scope="module")
-def compiler():
-    folder = resolve_model(EngineConfig())
-    tokenizer = Tokenizer(folder)
-    yield Compiler(Vocabulary(tokenizer.to_json(), tokenizer.vocab_size, read_eos_token_ids(folder)))
-    tokenizer.close()
 
 
 def object_of(**properties):
