@@ -46,7 +46,7 @@ def add_products(builder, totals, inputs, factor):
 
 
 @jit
-def _never(num_rows, *arguments):
+def never(*arguments):
     """In the place of kernels that this processor does not call."""
 
 
@@ -54,7 +54,7 @@ def by_rows(kernels):
     """A function (num_rows, *arguments) for numba's code that calls the kernel for so many rows, from one to six; those
     that `kernels` lacks are never asked for."""
     if not kernels:
-        return _never
+        return never
     rows1, rows2, rows3, rows4, rows5, rows6 = [*kernels, *kernels[-1:] * (6 - len(kernels))]
 
     @jit

@@ -9,10 +9,11 @@ from kernels.linear.packed import PackedGatedLinear, PackedLinear
 cpu = cpu_kernels()
 pytestmark = pytest.mark.skipif(
     cpu is None or not cpu.linear.supports_linear(torch.zeros(16, 2, dtype=torch.bfloat16), None),
-    reason="this CPU does not multiply bf16 pairs, or multiplies them in tiles",
+    reason="this CPU does not multiply bf16 pairs",
 )
-# (out_features, in_features): a part of a panel, whole panels, a deep one, the least there is
-SHAPES = [(80, 40), (128, 96), (208, 4098), (16, 2)]
+IN_TILES = cpu is not None and cpu.features.HAS_BF16_TILES
+# (out_features, in_features): a part of a panel, whole panels, a deep one, the least there is, without and with AMX
+SHAPES = [(80, 40), (128, 96), (208, 4098), (16, 2)] if not IN_TILES else [(80, 64), (128, 96), (208, 4128), (16, 32)]
 
 
 def normal(shape):
@@ -51,7 +52,7 @@ def test_few_rows_have_the_bits_of_plain_weights(shape, make, monkeypatch):
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
-            for rows in range(10):
+            for rows in [*range(10), 16, 17, 32, 33]:
                 x = inputs_of(shape, rows)
                 assert layer(x).view(torch.int16).equal(plain(x).view(torch.int16)), rows
                 assert layer.compressed.takes(x) == (0 < rows <= cpu.compressed_linear.MAX_ROWS)
@@ -88,6 +89,11 @@ def test_weights_with_many_rare_exponents_are_not_compressed():
     assert layer(x).equal(PackedLinear(weight, None)(x))
 
 
+@pytest.mark.skipif(not IN_TILES, reason="this CPU has no AMX")
+def test_shapes_that_tiles_do_not_fill_are_not_compressed():
+    assert PackedLinear(torch.ones(64, 80).bfloat16(), None, compresses=True).compressed is None
+
+
 def test_other_dtypes_are_not_compressed():
     assert PackedLinear(torch.ones(64, 96), None, compresses=True).compressed is None
 
@@ -96,12 +102,12 @@ def test_other_dtypes_are_not_compressed():
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_gated_layer_has_the_bits_of_plain_weights(with_bias, name):
     torch.manual_seed(0)
-    shape = (192, 4098)
+    shape = (192, SHAPES[2][1])
     weight = torch.randn(shape).bfloat16() / shape[1] ** 0.5
     bias = torch.randn(shape[0]).bfloat16() if with_bias else None
     layer, plain = (PackedGatedLinear(weight, bias, name, compresses) for compresses in (True, False))
     assert layer.compressed is not None and plain.compressed is None
-    for rows in range(8):
+    for rows in [*range(8), 16, 17, 32, 33]:
         x = inputs_of(shape, rows)
         assert layer(x).equal(plain(x)), rows
 

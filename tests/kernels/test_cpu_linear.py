@@ -8,13 +8,13 @@ from kernels.dispatch import cpu_kernels
 from kernels.elementwise.activation import gated_activation
 from kernels.linear.packed import PackedGatedLinear, PackedLinear, supports_gated_linear
 
-# (out_features, in_features): a part of a panel, whole panels, several depths, the least there is
-SHAPES = [(80, 40), (128, 96), (208, 4098), (16, 2)]
+# (out_features, in_features): a part of a panel, whole panels, several depths, the least there is, depths of tiles
+SHAPES = [(80, 40), (128, 96), (208, 4098), (16, 2), (208, 2112)]
 
 cpu = cpu_kernels()
 pytestmark = pytest.mark.skipif(
     cpu is None or not cpu.linear.supports_linear(torch.zeros(16, 2, dtype=torch.bfloat16), None),
-    reason="this CPU does not multiply bf16 pairs, or multiplies them in tiles",
+    reason="this CPU does not multiply bf16 pairs",
 )
 
 
@@ -30,7 +30,7 @@ def layer_of(shape, with_bias):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_any_number_of_rows(shape, with_bias):
     layer, exact = layer_of(shape, with_bias)
-    for rows in [0, 1, 2, 3, 4, 5, 6, 7, 11, 13, 95, 96, 97, 200]:
+    for rows in [0, 1, 2, 3, 4, 5, 6, 7, 11, 13, 16, 17, 31, 32, 33, 95, 96, 97, 200]:
         x = torch.randn(rows, shape[1]).bfloat16()
         out = layer(x)
         assert out.shape == (rows, shape[0]) and out.dtype == torch.bfloat16

@@ -253,5 +253,5 @@ def _obstacle(config: EngineConfig, model: ModelConfig, dtype: str, device_type:
         return "batch_invariant has linear layers of its own"
     cpu = cpu_kernels()
     if cpu is None or not cpu.linear.supports_linear(torch.empty((16, 2), dtype=torch.bfloat16), None):
-        return "the kernel needs numba and a CPU with AVX2 and without AMX"
+        return "the kernel needs numba and a CPU with AVX2"
     return None

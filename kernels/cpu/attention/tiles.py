@@ -18,19 +18,21 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from kernels.cpu import codes, simd
+from kernels.cpu import amx, codes, simd
 from kernels.cpu.attention.rows import block, find_sequence, heads_of, words
 from kernels.cpu.codes import WIDTH, F32Pointer, Vec
 from kernels.cpu.dots import broadcast, exp2_fp32, multiply, power_of_two, vector_at, words_at
 from kernels.cpu.elementwise.activations import tanh
-from kernels.cpu.features import MULTIPLIES_PAIRS
+from kernels.cpu.features import HAS_BF16_TILES, MULTIPLIES_PAIRS
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.simd import I32Pointer, advance, load, load_pair, read, splat, store, write
 from kernels.kv_format import kv_format_of
 
+COLUMNS = 64  # of the output that AMX computes at a time
 KEYS = 64  # keys of a tile: four accumulators a row, and both repacked tiles (16 KiB at head_dim 64) stay in L1
 ROWS = 4  # rows of a microkernel: with KEYS sixteen accumulators, half the registers
-QUERIES = 96  # (token, head) pairs of a work item: repacking then costs a few per cent of the arithmetic
+# (token, head) pairs of a work item: repacking keys and values then costs a few per cent of the arithmetic.
+QUERIES = 256 if HAS_BF16_TILES else 96
 NEG_INF = np.float32(-np.inf)
 MOST_EXPONENT = np.float32(8)  # probabilities that are not yet divided by their sum are at most 2 ** 8
 UNSEEN = np.float32(1e30)  # the shift of a row without keys: every score is above MOST_EXPONENT, -inf remains -inf
@@ -56,6 +58,12 @@ def _factors(typingctx, pointer):
         return builder.bitcast(args[0], context.get_value_type(result))
 
     return result(pointer), codegen
+
+
+@jit
+def _uses_amx(pointer):
+    """True if numbers of this dtype are multiplied in tiles of AMX (kernels/cpu/amx.py)."""
+    return HAS_BF16_TILES and simd.is_bf16(pointer)
 
 
 @jit
@@ -184,6 +192,27 @@ def _pack_values(rows, num_tokens, head_dim, zeros, packed):
 
 
 @jit
+def _amx_score(queries, keys, words, width, scores):
+    """As _score, sixteen rows and a multiple of 32 keys."""
+    q, k = simd.pointer_i32(simd.address(queries)), simd.pointer_i32(simd.address(keys))
+    if width == KEYS:
+        amx.score4(q, words, k, KEYS, words // amx.DEPTH, scores, KEYS, k, 0)
+    else:
+        amx.score2(q, words, k, KEYS, words // amx.DEPTH, scores, KEYS, k, 0)
+
+
+@jit
+def _amx_add_values(probs, values, head_dim, width, acc):
+    """acc[r, :] += probs[r, :width] @ values for sixteen rows and a multiple of 32 keys."""
+    p, v = simd.pointer_i32(simd.address(probs)), simd.pointer_i32(simd.address(values))
+    steps, whole = width // 2 // amx.DEPTH, head_dim // COLUMNS * COLUMNS
+    for d in range(0, whole, COLUMNS):
+        amx.add4(p, KEYS // 2, advance(v, d), head_dim, steps, advance(acc, d), head_dim, v, 0)
+    if whole < head_dim:
+        amx.add2(p, KEYS // 2, advance(v, whole), head_dim, steps, advance(acc, whole), head_dim, v, 0)
+
+
+@jit
 def _score(queries, keys, words, width, scores):
     """The scores of four rows of `words` words and the first `width` keys of a tile, a multiple of sixteen."""
     if width == 4 * WIDTH:
@@ -197,11 +226,11 @@ def _score(queries, keys, words, width, scores):
 
 
 @jit
-def _cap(scores, scale, softcap):
-    """Apply the soft cap to ROWS rows of a tile: score * scale becomes softcap * tanh(score * scale / softcap). The
-    scores are multiplied by the scale later."""
+def _cap(scores, rows, scale, softcap):
+    """Apply the soft cap to rows of a tile: score * scale becomes softcap * tanh(score * scale / softcap). The scores
+    are multiplied by the scale later."""
     shrink, stretch = splat(scale / softcap), splat(softcap / scale)
-    for i in range(0, ROWS * KEYS, WIDTH):
+    for i in range(0, rows * KEYS, WIDTH):
         store(scores, i, simd.mul(tanh(simd.mul(load(scores, i), shrink)), stretch))
 
 
@@ -305,29 +334,39 @@ def _attend_keys(queries, keys, values, scores, probs, acc, shifts, totals, num_
     num_seen + r - num_rows of the tile and sees the keys up to `ahead` keys behind it, without those before its window
     or chunk."""
     words, last = _num_words(probs, head_dim), num_rows * group - 1
+    in_tiles = _uses_amx(probs)
+    band = amx.ROWS if in_tiles else ROWS
     unseen = max(0, num_rows - num_seen - ahead) * group
     masks = min(num_keys, num_seen + 1 - num_rows + ahead) < KEYS or _skipped(first_key, num_seen, window, chunk) > 0
     masks = masks or simd.address(slopes) != 0
     most_seen = KEYS
-    for m in range(unseen // ROWS * ROWS, last + 1, ROWS):
+    for m in range(unseen // band * band, last + 1, band):
         if masks:
             if _skipped(first_key, num_seen + m // group + 1 - num_rows, window, chunk) >= KEYS:
                 continue
-            of_last = num_seen + min(m + ROWS - 1, last) // group + 1 - num_rows + ahead
+            of_last = num_seen + min(m + band - 1, last) // group + 1 - num_rows + ahead
             most_seen = min(KEYS, num_keys, of_last)
         width = (most_seen + WIDTH - 1) // WIDTH * WIDTH  # at the diagonal, half of the tile is unseen
-        _score(advance(queries, m * words), keys, words, width, scores)
+        if in_tiles:
+            width = (most_seen + 2 * WIDTH - 1) // (2 * WIDTH) * 2 * WIDTH
+            _amx_score(advance(queries, m * words), keys, words, width, scores)
+        else:
+            _score(advance(queries, m * words), keys, words, width, scores)
         if softcap != 0:
-            _cap(scores, scale, softcap)
+            _cap(scores, band, scale, softcap)
         if masks:
-            for r in range(ROWS):
+            for r in range(band):
                 row = min(m + r, last)
                 own = num_seen + row // group + 1 - num_rows
                 slope = read(slopes, row % group) / scale if simd.address(slopes) != 0 else ZERO
                 seen = min(num_keys, own + ahead)
                 _mask(advance(scores, r * KEYS), _skipped(first_key, own, window, chunk), seen, slope)
-        _softmax(scores, scale * LOG2_E, advance(shifts, m), probs, advance(acc, m * head_dim),
-                 advance(totals, m * WIDTH), head_dim)  # fmt: skip
+        for r in range(0, band, ROWS):
+            _softmax(advance(scores, r * KEYS), scale * LOG2_E, advance(shifts, m + r), advance(probs, r * KEYS),
+                     advance(acc, (m + r) * head_dim), advance(totals, (m + r) * WIDTH), head_dim)  # fmt: skip
+        if in_tiles:
+            _amx_add_values(probs, values, head_dim, width, advance(acc, m * head_dim))
+            continue
         depth = _num_words(probs, most_seen + 1) if simd.is_bf16(probs) else most_seen
         for d in range(0, head_dim, 2 * WIDTH):
             _multiply_values(_factors(probs), _num_words(probs, KEYS), advance(values, d), head_dim, depth,
@@ -348,17 +387,19 @@ def _attend_tile(args, q, k_cache, v_cache, out, table, kv_head, first_row, num_
     sees up to `ahead` tokens behind itself, of the first `end` tokens of the sequence."""
     num_kv_heads, group, block_size, head_dim, q_stride = args[7], args[8], args[9], args[10], args[12]
     scale, words, rows = np.float32(simd.as_float(args[13])), _num_words(q, head_dim), num_rows * group
-    padded = (rows + ROWS - 1) // ROWS * ROWS
-    sizes = padded * (head_dim + words + WIDTH + 1) + KEYS * (2 * words + 2 * ROWS) + words + WIDTH * words
+    in_tiles = _uses_amx(q)
+    band = amx.ROWS if in_tiles else ROWS
+    padded = (rows + band - 1) // band * band
+    sizes = padded * (head_dim + words + WIDTH + 1) + KEYS * (2 * words + 2 * band) + words + WIDTH * words
     scratch = np.zeros(sizes + WIDTH, np.float32)
     keys = _factors(simd.pointer_as(q, (scratch.ctypes.data + 63) // 64 * 64))
     values = advance(keys, KEYS * words)
     scores = simd.pointer_f32(simd.address(advance(values, KEYS * words)))
-    acc = advance(scores, KEYS * ROWS)
+    acc = advance(scores, KEYS * band)
     totals = advance(acc, padded * head_dim)
     shifts = advance(totals, padded * WIDTH)
     probs = simd.pointer_as(q, simd.address(advance(shifts, padded)))
-    queries = _factors(advance(probs, KEYS * ROWS))
+    queries = _factors(advance(probs, KEYS * band))
     zeros = simd.pointer_as(q, simd.address(advance(queries, padded * words)))
     decoded = advance(zeros, head_dim)
     for m in range(rows):
@@ -397,6 +438,9 @@ def _attend_items(args, q, k_cache, v_cache, out):
     seq_lens, cu_seqlens_q = simd.pointer_i32(args[14]), simd.pointer_i32(args[15])
     num_seqs, num_rows, rows_per_item, ahead = args[16], args[17], args[18], args[24]
     items_per_head = (num_rows + rows_per_item - 1) // rows_per_item
+    tiles = np.zeros(amx.STATE, np.int64)
+    if _uses_amx(q):
+        amx.configure(simd.pointer_i64(tiles.ctypes.data), amx.ROWS)
     item = next_item(args)
     while item < args[1]:
         kv_head, begin = item // items_per_head, item % items_per_head * rows_per_item
@@ -414,6 +458,9 @@ def _attend_items(args, q, k_cache, v_cache, out):
                 begin += rows
             seq += 1
         item = next_item(args)
+    if _uses_amx(q):
+        amx.release()
+    simd.keep(tiles)
 
 
 @parallel_kernel(ARGUMENTS)

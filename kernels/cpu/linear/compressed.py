@@ -23,11 +23,11 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from kernels import huge_pages
-from kernels.cpu import simd
+from kernels.cpu import amx, simd, widened_dots
 from kernels.cpu.codes import WIDTH, F32Pointer
 from kernels.cpu.dots import LANES, broadcast, by_rows, dot, lanes, look_up, vector_at
 from kernels.cpu.elementwise.activations import Gate
-from kernels.cpu.features import HAS_AVX512, HAS_BF16_DOT
+from kernels.cpu.features import HAS_AVX512, HAS_BF16_DOT, HAS_BF16_TILES
 from kernels.cpu.linear.panels import (
     COLUMNS,
     NO_GATE,
@@ -42,8 +42,9 @@ from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.simd import I32Pointer, advance, read, splat, store, write
 
 # 24 sums, 4 decoded words, a word of x and 3 constants fill the 32 registers. Without vdpbf16ps a row takes more
-# arithmetic, and AVX2 has neither vpermw nor 32 registers: more rows take as long as with plain weights, or longer.
-MAX_ROWS = 6 if HAS_BF16_DOT else 4 if HAS_AVX512 else 2
+# arithmetic, and AVX2 has neither vpermw nor 32 registers: more rows take as long as with plain weights, or longer. So
+# they do where AMX multiplies plain weights (with 1, 2 and 3 rows 1.2, 1.1 and 0.9 times as fast as those).
+MAX_ROWS = 2 if HAS_BF16_TILES else 6 if HAS_BF16_DOT else 4 if HAS_AVX512 else 2
 VECTORS = COLUMNS // WIDTH
 WORDS = 3 * WIDTH  # 32-bit words that hold a pair of inputs of 64 outputs: codes, and signs and mantissas twice
 AHEAD = 32 * WORDS  # prefetch distance in words, 6 KiB: as much as plain panels want reads a twentieth slower
@@ -112,7 +113,7 @@ def _multiply(rows):
     return intrinsic(typing)
 
 
-_multiply_coded = by_rows([_multiply(rows) for rows in range(1, MAX_ROWS + 1)])
+_multiply_coded = by_rows([] if HAS_BF16_TILES else [_multiply(rows) for rows in range(1, MAX_ROWS + 1)])
 
 
 @jit
@@ -132,6 +133,92 @@ def _multiply_panel(num_rows, x, x_stride, panel, words, table, others, plain, o
         word = stop + 1
 
 
+@intrinsic
+def _decode(typingctx, panel, depth, table, target):
+    """target[word, :] = the bf16 pairs of 64 outputs, for `depth` words of a panel."""
+
+    def codegen(context, builder, sig, args):
+        panel, depth, table, target = args
+        exponents = builder.load(vector_at(builder, table, ir.Constant(_I64, 0), LANES), align=4)
+        with cgutils.for_range(builder, depth) as loop:
+            at = builder.mul(loop.index, ir.Constant(_I64, WORDS))
+            for line in range(0, WORDS, WIDTH):
+                simd.prefetch(builder, builder.gep(panel, [builder.add(at, ir.Constant(_I64, AHEAD + line))]))
+            row = builder.mul(loop.index, ir.Constant(_I64, COLUMNS))
+            for v, words in enumerate(_decoded(builder, panel, at, exponents)):
+                place = vector_at(builder, target, builder.add(row, ir.Constant(_I64, v * WIDTH)), _I32V)
+                builder.store(words, place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(I32Pointer, types.int64, I32Pointer, I32Pointer), codegen
+
+
+def _multiply_as_tiles(rows):
+    """An intrinsic: as _multiply, over `steps` tiles of amx.DEPTH words, with the bits of AMX: a tile's products of the
+    first numbers of words and those of the second are summed apart, in order, and their sum is added to the total."""
+    cells = [(r, v) for r in range(rows) for v in range(VECTORS)]
+
+    def codegen(context, builder, sig, args):
+        x, x_stride, panel, steps, table, sums = args
+        exponents = builder.load(vector_at(builder, table, ir.Constant(_I64, 0), LANES), align=4)
+        halves = [{cell: cgutils.alloca_once(builder, _F32V) for cell in cells} for _ in range(2)]
+        with cgutils.for_range(builder, steps) as step:
+            for half in halves:
+                for place in half.values():
+                    builder.store(ir.Constant(_F32V, [0.0] * WIDTH), place)
+            with cgutils.for_range(builder, ir.Constant(_I64, amx.DEPTH)) as loop:
+                word = builder.add(builder.mul(step.index, ir.Constant(_I64, amx.DEPTH)), loop.index)
+                at = builder.mul(word, ir.Constant(_I64, WORDS))
+                for line in range(0, WORDS, WIDTH):
+                    simd.prefetch(builder, builder.gep(panel, [builder.add(at, ir.Constant(_I64, AHEAD + line))]))
+                inputs = []
+                for r in range(rows):
+                    place = builder.add(builder.mul(x_stride, ir.Constant(_I64, r)), word)
+                    pair = broadcast(builder, builder.load(builder.gep(x, [place])))
+                    inputs.append(widened_dots.halves(builder, pair))
+                for v, words in enumerate(_decoded(builder, panel, at, exponents)):
+                    for i, weights in enumerate(widened_dots.halves(builder, words)):
+                        for r in range(rows):
+                            total = halves[i][r, v]
+                            builder.store(widened_dots.fma(builder, inputs[r][i], weights, builder.load(total)), total)
+            for r, v in cells:
+                target = vector_at(builder, sums, ir.Constant(_I64, r * COLUMNS + v * WIDTH), _F32V)
+                both = builder.fadd(*(builder.load(half[r, v]) for half in halves))
+                builder.store(builder.fadd(builder.load(target, align=4), both), target, align=4)
+        return context.get_dummy_value()
+
+    def typing(typingctx, x, x_stride, panel, steps, table, sums):
+        i64 = types.int64
+        return types.void(I32Pointer, i64, I32Pointer, i64, I32Pointer, F32Pointer), codegen
+
+    typing.__doc__ = f"{rows} rows of a compressed panel's columns, as AMX computes them."
+    return intrinsic(typing)
+
+
+_multiply_few = by_rows([_multiply_as_tiles(rows) for rows in range(1, MAX_ROWS + 1)] if HAS_BF16_TILES else [])
+
+
+@jit
+def _multiply_in_tiles(state, num_rows, x, x_stride, panel, words, table, others, plain, other, last, decoded, sums):
+    """As _multiply_panel, with the bits of AMX. A tile with words that are read from `plain` is put together in
+    `decoded` and multiplied by AMX itself; all tiles on the way through memory would take longer."""
+    first = 0
+    while first < words:
+        stop = np.int64(read(others, other)) // amx.DEPTH * amx.DEPTH if other < last else words
+        if stop > first:
+            _multiply_few(num_rows, advance(x, first), x_stride, advance(panel, first * WORDS),
+                          (stop - first) // amx.DEPTH, table, sums)  # fmt: skip
+        if stop < words:
+            _decode(advance(panel, stop * WORDS), amx.DEPTH, table, decoded)
+            while other < last and np.int64(read(others, other)) < stop + amx.DEPTH:
+                place = advance(decoded, (np.int64(read(others, other)) - stop) * COLUMNS)
+                simd.copy_bytes(simd.address(place), simd.address(advance(plain, other * COLUMNS)), 4 * COLUMNS)
+                other += 1
+            amx.multiply_panel(state, advance(x, stop), x_stride, decoded, amx.DEPTH, num_rows, sums,
+                               simd.pointer_i32(0))  # fmt: skip
+        first = stop + amx.DEPTH
+
+
 @parallel_kernel("16q2d")
 def _compressed_linear(args):
     """Work items are panels, with all rows or those of an expert: see places.py."""
@@ -144,8 +231,10 @@ def _compressed_linear(args):
     num_rows, x_stride, words, out_features, num_runs = args[10], args[11], args[12], args[13], args[14]
     num_panels, table, function = args[15], simd.pointer_i64(args[16]), args[17]
     limit, slope = np.float32(simd.as_float(args[18])), np.float32(simd.as_float(args[19]))
-    scratch = np.empty(MAX_ROWS * COLUMNS, np.float32)
-    sums = simd.pointer_f32(scratch.ctypes.data)
+    scratch, tiles = np.empty(MAX_ROWS * COLUMNS, np.float32), np.zeros(amx.STATE, np.int64)
+    sums, state = simd.pointer_f32(scratch.ctypes.data), simd.pointer_i64(tiles.ctypes.data)
+    room = np.empty(amx.DEPTH * COLUMNS + WIDTH if HAS_BF16_TILES else 1, np.int32)
+    decoded = simd.pointer_i32((room.ctypes.data + 63) // 64 * 64)
     items = count_items(args[1], table, num_panels)
     item = next_item(args)
     while item < items:
@@ -155,16 +244,26 @@ def _compressed_linear(args):
             terms = advance(bias, matrix * out_features)
         for i in range(0, rows * COLUMNS, WIDTH):
             store(sums, i, splat(ZERO))
-        _multiply_panel(rows, advance(x, begin * x_stride), x_stride, advance(codes, panel * words * WORDS), words,
-                        advance(tables, panel * WIDTH), others, plain, np.int64(read(starts, panel)),
-                        np.int64(read(starts, panel + 1)), sums)  # fmt: skip
+        a, panel_codes, exponents = (
+            advance(x, begin * x_stride), advance(codes, panel * words * WORDS), advance(tables, panel * WIDTH)
+        )  # fmt: skip
+        other, last = np.int64(read(starts, panel)), np.int64(read(starts, panel + 1))
+        if HAS_BF16_TILES:
+            _multiply_in_tiles(state, rows, a, x_stride, panel_codes, words, exponents, others, plain, other, last,
+                               decoded, sums)  # fmt: skip
+        else:
+            _multiply_panel(rows, a, x_stride, panel_codes, words, exponents, others, plain, other, last, sums)
         if function < 0:
             store_outputs(sums, terms, out, out_features, rows, begin, column)
         else:
             store_gated_outputs(sums, terms, out, out_features, rows, begin, column, function, limit, slope)
         item = next_item(args)
     give_out_rest(args)
+    if HAS_BF16_TILES:
+        amx.release()
     simd.keep(scratch)
+    simd.keep(tiles)
+    simd.keep(room)
 
 
 @jit
@@ -295,8 +394,11 @@ class CompressedPanels:
 
 
 def compress(panels: Tensor) -> CompressedPanels | None:
-    """panels: see panels.pack. None for weights whose exponents differ too much to gain anything."""
+    """panels: see panels.pack. None for weights whose exponents differ too much to gain anything, and for shapes that
+    AMX does not multiply on a processor that has it."""
     num_panels, words, _ = panels.shape
+    if HAS_BF16_TILES and not amx.multiplies.py_func(words):
+        return None  # panels.py multiplies with such weights in another order
     codes = torch.empty((num_panels, words, WORDS), dtype=torch.int32)
     tables = torch.zeros((num_panels, WIDTH), dtype=torch.int32)
     marks = torch.empty((num_panels, words), dtype=torch.int32)

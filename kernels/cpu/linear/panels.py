@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import huge_pages
-from kernels.cpu import simd, widened_dots
+from kernels.cpu import amx, simd, widened_dots
 from kernels.cpu.codes import WIDTH
 from kernels.cpu.dots import multiply
 from kernels.cpu.elementwise.activations import FUNCTIONS, Gate, gated
-from kernels.cpu.features import HAS_BF16_DOT, HAS_BF16_TILES, MULTIPLIES_PAIRS
+from kernels.cpu.features import HAS_BF16_DOT, MULTIPLIES_PAIRS
 from kernels.cpu.linear.places import RowGroups, count_items, give_out_rest, place_of
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.simd import advance, load, load_some, splat, store, store_some
@@ -28,6 +28,7 @@ ROWS = 6  # rows of a microkernel: 24 sums, 4 words of the panel and one word of
 ROWS_PER_ITEM = 96
 # Words of a row at a time: this part of a panel, 256 or 64 KiB, stays in L2 for the next rows.
 DEPTH = 1024 if HAS_BF16_DOT else widened_dots.DEPTH
+TILE_DEPTH = 128  # the same for tiles of AMX, so that the words of 32 rows and 32 columns stay in L1
 # Prefetch distance in words, 16 KiB: 5.2 ms with 1 row, 6.2 ms at 4 KiB. Without vdpbf16ps, columns are read block by
 # block, and all of what a block reads is to be there before.
 AHEAD = 4096 if HAS_BF16_DOT else widened_dots.DEPTH * COLUMNS
@@ -126,8 +127,10 @@ def _linear(args):
     num_rows, x_stride, words, out_features, num_runs = args[6], args[7], args[8], args[9], args[10]
     num_panels, table, function = args[11], simd.pointer_i64(args[12]), args[13]
     limit, slope = np.float32(simd.as_float(args[14])), np.float32(simd.as_float(args[15]))
-    scratch = np.empty(ROWS_PER_ITEM * COLUMNS, np.float32)
-    sums = simd.pointer_f32(scratch.ctypes.data)
+    in_tiles = amx.multiplies(words)
+    most = TILE_DEPTH if in_tiles else DEPTH
+    scratch, tiles = np.empty(ROWS_PER_ITEM * COLUMNS, np.float32), np.zeros(amx.STATE, np.int64)
+    sums, state = simd.pointer_f32(scratch.ctypes.data), simd.pointer_i64(tiles.ctypes.data)
     items = count_items(args[1], table, num_panels)
     item, next_one = next_item(args), next_item(args)
     while item < items:
@@ -141,25 +144,30 @@ def _linear(args):
             terms = advance(bias, matrix * out_features)
         for i in range(0, rows * COLUMNS, WIDTH):
             store(sums, i, splat(ZERO))
-        for k in range(0, words, DEPTH):
+        for k in range(0, words, most):
             at = start + k * COLUMNS
-            soon = at + DEPTH * COLUMNS if k + DEPTH < words else then
-            part, depth = advance(panels, at), min(DEPTH, words - k)
-            _multiply_rows(advance(x, begin * x_stride + k), x_stride, part, depth, rows, sums, advance(panels, soon))
+            soon = advance(panels, at + most * COLUMNS if k + most < words else then)
+            a, part, depth = advance(x, begin * x_stride + k), advance(panels, at), min(most, words - k)
+            if in_tiles:
+                amx.multiply_panel(state, a, x_stride, part, depth, rows, sums, soon)
+            else:
+                _multiply_rows(a, x_stride, part, depth, rows, sums, soon)
         if function < 0:
             store_outputs(sums, terms, out, out_features, rows, begin, column)
         else:
             store_gated_outputs(sums, terms, out, out_features, rows, begin, column, function, limit, slope)
         item, next_one = next_one, next_item(args)
     give_out_rest(args)
+    if in_tiles:
+        amx.release()
     simd.keep(scratch)
+    simd.keep(tiles)
 
 
 def supports_linear(weight: Tensor, bias: Tensor | None) -> bool:
-    """True for bf16 and in_features a multiple of 2. On CPUs with tiles for bf16, oneDNN is used."""
+    """True for bf16 and in_features a multiple of 2."""
     return (
         MULTIPLIES_PAIRS
-        and not HAS_BF16_TILES
         and weight.dtype == torch.bfloat16
         and weight.shape[1] % 2 == 0
         and (bias is None or (bias.dtype == torch.bfloat16 and bias.is_contiguous()))
