@@ -24,7 +24,6 @@ DEPTH = 16  # words of a row in a tile
 BAND_ROWS = 2 * ROWS  # that are multiplied at a time: four tiles of sums, two of x, two of words
 COLUMNS = 64  # of a panel, see kernels/cpu/linear/panels.py
 LINES = DEPTH * COLUMNS // WIDTH  # cache lines of a panel that DEPTH words of a row are multiplied with
-AHEAD = 4 * DEPTH * COLUMNS  # prefetch distance in words, 16 KiB, where a panel is read once
 STATE = 9  # int64 words of a thread's memory for `configure`
 _I64 = ir.IntType(64)
 
@@ -135,38 +134,39 @@ def _multiply(bands, columns, doc, adds=True):
     return intrinsic(typing)
 
 
-_score2, _score4 = (_multiply(1, n, f"Up to 16 rows and {16 * n} columns.", adds=False) for n in (2, 4))
+_set2, _set4 = (_multiply(1, n, f"Up to 16 rows and {16 * n} columns.", adds=False) for n in (2, 4))
 _add2, _add4 = (_multiply(1, n, f"Up to 16 rows and {16 * n} columns.") for n in (2, 4))
-_two_bands = _multiply(2, 2, "17 to 32 rows and 32 columns.")
+_set_bands, _add_bands = (_multiply(2, 2, "17 to 32 rows and 32 columns.", adds) for adds in (False, True))
 
 
 @jit
-def _multiply_panel(state, x, x_stride, panel, depth, num_rows, sums, soon):
-    """sums[r, :] += x[r, :] @ panel, over `depth` words of a row, a multiple of DEPTH. soon: the next part of a panel,
-    or null.
+def _multiply_panel(state, x, x_stride, panel, depth, num_rows, sums, soon, adds):
+    """sums[r, :] += x[r, :] @ panel, over `depth` words of a row, a multiple of DEPTH; not `adds`: sums[r, :] = x[r, :]
+    @ panel.
 
-    The bands of rows share the prefetch of the next part. A single one of few rows waits for memory anyway and
-    prefetches its own part, a little ahead.
+    The bands of rows share the prefetch of the next part of a panel, `soon`. A single band of up to 16 rows waits for
+    memory anyway, and the processor's own prefetch reads faster than prefetches of a program, which go through L1.
     """
     steps, bands = depth // DEPTH, (num_rows + BAND_ROWS - 1) // BAND_ROWS
-    lines = LINES // bands if simd.address(soon) != 0 else 0
+    lines = LINES // bands if num_rows > ROWS else 0
     for band in range(bands):
         row = band * BAND_ROWS
         count = min(BAND_ROWS, num_rows - row)
-        a, out, later = (
-            advance(x, row * x_stride),
-            advance(sums, row * COLUMNS),
-            advance(soon, row * lines * steps // 2),
-        )
+        a, out = advance(x, row * x_stride), advance(sums, row * COLUMNS)
+        later = advance(soon, row * lines * steps // 2)
         _configure_tiles(state, count)
-        if count <= ROWS:
-            later = advance(panel, AHEAD) if bands == 1 else later
+        if count <= ROWS and adds:
             _add4(a, x_stride, panel, COLUMNS, steps, out, COLUMNS, later, lines)
+        elif count <= ROWS:
+            _set4(a, x_stride, panel, COLUMNS, steps, out, COLUMNS, later, lines)
         else:
             for column in range(0, COLUMNS, COLUMNS // 2):
-                _two_bands(a, x_stride, advance(panel, column), COLUMNS, steps, advance(out, column), COLUMNS,
-                           advance(later, column * lines * steps // 4), lines // 2)  # fmt: skip
+                place, share = advance(out, column), advance(later, column * lines * steps // 4)
+                if adds:
+                    _add_bands(a, x_stride, advance(panel, column), COLUMNS, steps, place, COLUMNS, share, lines // 2)
+                else:
+                    _set_bands(a, x_stride, advance(panel, column), COLUMNS, steps, place, COLUMNS, share, lines // 2)
 
 
-_FUNCTIONS = _configure_tiles, _release, _multiply_panel, _score2, _score4, _add2, _add4
-configure, release, multiply_panel, score2, score4, add2, add4 = _FUNCTIONS if HAS_BF16_TILES else [never] * 7
+_FUNCTIONS = _configure_tiles, _release, _multiply_panel, _set2, _set4, _add2, _add4
+configure, release, multiply_panel, set2, set4, add2, add4 = _FUNCTIONS if HAS_BF16_TILES else [never] * 7

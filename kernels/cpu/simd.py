@@ -154,6 +154,23 @@ def store(typingctx, pointer, index, value):
     return types.void(pointer, types.int64, Vec), codegen
 
 
+@intrinsic
+def store_both(typingctx, pointer, index, first, second):
+    """pointer[index : index + 32] = the numbers of both, rounded to the pointer's dtype: bf16 fills a cache line by one
+    store."""
+    bf16 = _is_bf16(pointer)
+
+    def codegen(context, builder, sig, args):
+        pointer, index, *halves = args
+        if bf16:
+            halves = [round_to_bf16(builder, half) for half in halves]
+        both = builder.shuffle_vector(*halves, ir.Constant(ir.VectorType(_I32, 2 * WIDTH), list(range(2 * WIDTH))))
+        builder.store(both, vector_at(builder, pointer, index, both.type), align=2 if bf16 else 4)
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64, Vec, Vec), codegen
+
+
 def _room(builder, element):
     """Memory for 16 elements on the stack, as a pointer to the first."""
     return builder.bitcast(cgutils.alloca_once(builder, ir.VectorType(element, WIDTH)), element.as_pointer())

@@ -196,9 +196,9 @@ def _amx_score(queries, keys, words, width, scores):
     """As _score, sixteen rows and a multiple of 32 keys."""
     q, k = simd.pointer_i32(simd.address(queries)), simd.pointer_i32(simd.address(keys))
     if width == KEYS:
-        amx.score4(q, words, k, KEYS, words // amx.DEPTH, scores, KEYS, k, 0)
+        amx.set4(q, words, k, KEYS, words // amx.DEPTH, scores, KEYS, k, 0)
     else:
-        amx.score2(q, words, k, KEYS, words // amx.DEPTH, scores, KEYS, k, 0)
+        amx.set2(q, words, k, KEYS, words // amx.DEPTH, scores, KEYS, k, 0)
 
 
 @jit

@@ -215,7 +215,7 @@ def _multiply_in_tiles(state, num_rows, x, x_stride, panel, words, table, others
                 simd.copy_bytes(simd.address(place), simd.address(advance(plain, other * COLUMNS)), 4 * COLUMNS)
                 other += 1
             amx.multiply_panel(state, advance(x, stop), x_stride, decoded, amx.DEPTH, num_rows, sums,
-                               simd.pointer_i32(0))  # fmt: skip
+                               decoded, True)  # fmt: skip
         first = stop + amx.DEPTH
 
 

@@ -20,7 +20,7 @@ from kernels.cpu.elementwise.activations import FUNCTIONS, Gate, gated
 from kernels.cpu.features import HAS_BF16_DOT, MULTIPLIES_PAIRS
 from kernels.cpu.linear.places import RowGroups, count_items, give_out_rest, place_of
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
-from kernels.cpu.simd import advance, load, load_some, splat, store, store_some
+from kernels.cpu.simd import advance, load, load_some, splat, store, store_both, store_some
 
 COLUMNS = 64  # outputs per panel
 HALF = COLUMNS // 2
@@ -90,9 +90,17 @@ def _multiply_rows(x, x_stride, panel, depth, num_rows, sums, soon):
 def store_outputs(sums, bias, out, out_features, rows, begin, column):
     """The outputs of a panel."""
     count = min(COLUMNS, out_features - column)
-    whole = count // WIDTH * WIDTH
-    for c in range(0, whole, WIDTH):
-        offset = load(bias, column + c) if simd.address(bias) != 0 else splat(ZERO)
+    whole, has_bias = count // WIDTH * WIDTH, simd.address(bias) != 0
+    for r in range(rows if whole == COLUMNS else 0):
+        row, place = advance(sums, r * COLUMNS), advance(out, (begin + r) * out_features + column)
+        for c in range(0, COLUMNS, 2 * WIDTH):
+            first, second = load(row, c), load(row, c + WIDTH)
+            if has_bias:
+                first = simd.add(first, load(bias, column + c))
+                second = simd.add(second, load(bias, column + c + WIDTH))
+            store_both(place, c, first, second)
+    for c in range(0, whole if whole < COLUMNS else 0, WIDTH):
+        offset = load(bias, column + c) if has_bias else splat(ZERO)
         for r in range(rows):
             value = simd.add(load(sums, r * COLUMNS + c), offset)
             store(out, (begin + r) * out_features + column + c, value)
@@ -105,17 +113,22 @@ def store_outputs(sums, bias, out, out_features, rows, begin, column):
 
 
 @jit
+def _gated_outputs(sums, bias, column, function, limit, slope):
+    """act(gate) * up of sixteen outputs. sums: of their gates; those of their ups are HALF further, as in `bias`."""
+    gate, up = load(sums, 0), load(sums, HALF)
+    if simd.address(bias) != 0:
+        gate, up = simd.add(gate, load(bias, column)), simd.add(up, load(bias, column + HALF))
+    return gated(gate, up, function, limit, slope, True)
+
+
+@jit
 def store_gated_outputs(sums, bias, out, out_features, rows, begin, column, function, limit, slope):
     """act(gate) * up of a panel whose first half are gates, while the sums are in L1. limit, slope: see `gated`."""
-    for c in range(0, HALF, WIDTH):
-        gate_offset = up_offset = splat(ZERO)
-        if simd.address(bias) != 0:
-            gate_offset, up_offset = load(bias, column + c), load(bias, column + HALF + c)
-        for r in range(rows):
-            gate = simd.add(load(sums, r * COLUMNS + c), gate_offset)
-            up = simd.add(load(sums, r * COLUMNS + HALF + c), up_offset)
-            value = gated(gate, up, function, limit, slope, True)
-            store(out, (begin + r) * (out_features // 2) + column // 2 + c, value)
+    for r in range(rows):
+        row, place = advance(sums, r * COLUMNS), (begin + r) * (out_features // 2) + column // 2
+        first = _gated_outputs(row, bias, column, function, limit, slope)
+        second = _gated_outputs(advance(row, WIDTH), bias, column + WIDTH, function, limit, slope)
+        store_both(out, place, first, second)
 
 
 @parallel_kernel("12q2d")
@@ -142,14 +155,14 @@ def _linear(args):
         column, terms = panel * COLUMNS, bias
         if simd.address(bias) != 0:
             terms = advance(bias, matrix * out_features)
-        for i in range(0, rows * COLUMNS, WIDTH):
+        for i in range(0, 0 if in_tiles else rows * COLUMNS, WIDTH):
             store(sums, i, splat(ZERO))
         for k in range(0, words, most):
             at = start + k * COLUMNS
             soon = advance(panels, at + most * COLUMNS if k + most < words else then)
             a, part, depth = advance(x, begin * x_stride + k), advance(panels, at), min(most, words - k)
             if in_tiles:
-                amx.multiply_panel(state, a, x_stride, part, depth, rows, sums, soon)
+                amx.multiply_panel(state, a, x_stride, part, depth, rows, sums, soon, k > 0)
             else:
                 _multiply_rows(a, x_stride, part, depth, rows, sums, soon)
         if function < 0:
