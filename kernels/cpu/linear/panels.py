@@ -17,7 +17,7 @@ from kernels.cpu import amx, simd, widened_dots
 from kernels.cpu.codes import WIDTH
 from kernels.cpu.dots import multiply
 from kernels.cpu.elementwise.activations import FUNCTIONS, Gate, gated
-from kernels.cpu.features import HAS_BF16_DOT, MULTIPLIES_PAIRS
+from kernels.cpu.features import HAS_BF16_DOT, HAS_BF16_TILES, MULTIPLIES_PAIRS
 from kernels.cpu.linear.places import RowGroups, count_items, give_out_rest, place_of
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.simd import advance, load, load_some, splat, store, store_both, store_some
@@ -25,7 +25,10 @@ from kernels.cpu.simd import advance, load, load_some, splat, store, store_both,
 COLUMNS = 64  # outputs per panel
 HALF = COLUMNS // 2
 ROWS = 6  # rows of a microkernel: 24 sums, 4 words of the panel and one word of x in 32 registers
-ROWS_PER_ITEM = 96
+ROWS_PER_ITEM = 256 if HAS_BF16_TILES else 96
+# With AMX: bytes of the rows that are multiplied with a whole matrix before the next ones are. They stay in L2, half of
+# it, while panel after panel is read; a core multiplies faster than it reads rows from L3.
+BYTES_AT_A_TIME = 1 << 20
 # Words of a row at a time: this part of a panel, 256 or 64 KiB, stays in L2 for the next rows.
 DEPTH = 1024 if HAS_BF16_DOT else widened_dots.DEPTH
 TILE_DEPTH = 128  # the same for tiles of AMX, so that the words of 32 rows and 32 columns stay in L1
@@ -131,15 +134,15 @@ def store_gated_outputs(sums, bias, out, out_features, rows, begin, column, func
         store_both(out, place, first, second)
 
 
-@parallel_kernel("12q2d")
+@parallel_kernel("13q2d")
 def _linear(args):
     """Work items: see places.py."""
     x, panels, out, bias = (
         simd.pointer_i32(args[2]), simd.pointer_i32(args[3]), simd.pointer_bf16(args[4]), simd.pointer_bf16(args[5])
     )  # fmt: skip
     num_rows, x_stride, words, out_features, num_runs = args[6], args[7], args[8], args[9], args[10]
-    num_panels, table, function = args[11], simd.pointer_i64(args[12]), args[13]
-    limit, slope = np.float32(simd.as_float(args[14])), np.float32(simd.as_float(args[15]))
+    num_panels, table, rows_per_item, function = args[11], simd.pointer_i64(args[12]), args[13], args[14]
+    limit, slope = np.float32(simd.as_float(args[15])), np.float32(simd.as_float(args[16]))
     in_tiles = amx.multiplies(words)
     most = TILE_DEPTH if in_tiles else DEPTH
     scratch, tiles = np.empty(ROWS_PER_ITEM * COLUMNS, np.float32), np.zeros(amx.STATE, np.int64)
@@ -147,9 +150,9 @@ def _linear(args):
     items = count_items(args[1], table, num_panels)
     item, next_one = next_item(args), next_item(args)
     while item < items:
-        matrix, panel, begin, rows = place_of(item, items, table, num_rows, num_panels, num_runs, ROWS_PER_ITEM)
+        matrix, panel, begin, rows = place_of(item, items, table, num_rows, num_panels, num_runs, rows_per_item)
         other, after, _, _ = place_of(
-            min(next_one, items - 1), items, table, num_rows, num_panels, num_runs, ROWS_PER_ITEM
+            min(next_one, items - 1), items, table, num_rows, num_panels, num_runs, rows_per_item
         )
         start, then = (matrix * num_panels + panel) * COLUMNS * words, (other * num_panels + after) * COLUMNS * words
         column, terms = panel * COLUMNS, bias
@@ -242,6 +245,14 @@ def grouped_gated_linear(
     return _run(x, panels, biases, out_features, out, gate.arguments, groups)
 
 
+def _rows_per_item(num_rows: int) -> int:
+    """ROWS_PER_ITEM, or for AMX nearly equal numbers of whole tiles: a few rows would take as long as many."""
+    if not HAS_BF16_TILES:
+        return ROWS_PER_ITEM
+    blocks = -(-num_rows // ROWS_PER_ITEM)
+    return -(-num_rows // (blocks * amx.BAND_ROWS)) * amx.BAND_ROWS
+
+
 def _run(
     x: Tensor,
     panels: Tensor,
@@ -253,13 +264,19 @@ def _run(
 ) -> Tensor:
     x, row_stride = word_rows(x)
     num_rows, (num_panels, words, _) = x.shape[0], panels.shape
-    blocks, table = -(-num_rows // ROWS_PER_ITEM), 0
+    most, most_blocks, table = max(num_rows, 1), 0, 0
     if groups is not None:
         num_panels //= groups.num_experts
-        blocks, table = groups.most_blocks, groups.table.data_ptr()
-    _linear(
-        num_panels * blocks,
-        x.data_ptr(), panels.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr(),
-        num_rows, row_stride, words, out_features, torch.get_num_threads(), num_panels, table, *gate,
-    )  # fmt: skip
+        most_blocks, table = groups.most_blocks, groups.table.data_ptr()
+    elif HAS_BF16_TILES:
+        most = max(1, BYTES_AT_A_TIME // (4 * words * ROWS_PER_ITEM)) * ROWS_PER_ITEM
+    for first in range(0, num_rows, most):
+        rows = min(most, num_rows - first)
+        rows_per_item = _rows_per_item(rows)
+        _linear(
+            num_panels * (most_blocks or -(-rows // rows_per_item)),
+            x.data_ptr() + 4 * row_stride * first, panels.data_ptr(), out.data_ptr() + first * out.stride(0) * 2,
+            0 if bias is None else bias.data_ptr(),
+            rows, row_stride, words, out_features, torch.get_num_threads(), num_panels, table, rows_per_item, *gate,
+        )  # fmt: skip
     return out
