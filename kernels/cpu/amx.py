@@ -19,11 +19,11 @@ from kernels.cpu.features import HAS_BF16_TILES
 from kernels.cpu.parallel import jit
 from kernels.cpu.simd import I32Pointer, I64Pointer, advance, read, write
 
-ROWS = 16  # of a tile
+ROWS = 16  # a tile has
 DEPTH = 16  # words of a row in a tile
 BAND_ROWS = 2 * ROWS  # that are multiplied at a time: four tiles of sums, two of x, two of words
-COLUMNS = 64  # of a panel, see kernels/cpu/linear/panels.py
-LINES = DEPTH * COLUMNS // WIDTH  # cache lines of a panel that DEPTH words of a row are multiplied with
+COLUMNS = 64  # a panel has, see kernels/cpu/linear/panels.py
+LINES = DEPTH * COLUMNS // WIDTH  # cache lines of a panel for DEPTH words of a row
 STATE = 9  # int64 words of a thread's memory for `configure`
 _I64 = ir.IntType(64)
 
@@ -140,15 +140,11 @@ _set_bands, _add_bands = (_multiply(2, 2, "17 to 32 rows and 32 columns.", adds)
 
 
 @jit
-def _multiply_panel(state, x, x_stride, panel, depth, num_rows, sums, soon, adds):
+def _multiply_panel(state, x, x_stride, panel, depth, num_rows, sums, soon, lines, adds):
     """sums[r, :] += x[r, :] @ panel, over `depth` words of a row, a multiple of DEPTH; not `adds`: sums[r, :] = x[r, :]
-    @ panel.
-
-    The bands of rows share the prefetch of the next part of a panel, `soon`. A single band of up to 16 rows waits for
-    memory anyway, and the processor's own prefetch reads faster than prefetches of a program, which go through L1.
-    """
+    @ panel. The bands of rows prefetch `lines` cache lines of `soon` per DEPTH words, each its share."""
     steps, bands = depth // DEPTH, (num_rows + BAND_ROWS - 1) // BAND_ROWS
-    lines = LINES // bands if num_rows > ROWS else 0
+    lines //= bands
     for band in range(bands):
         row = band * BAND_ROWS
         count = min(BAND_ROWS, num_rows - row)

@@ -28,7 +28,7 @@ from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.simd import I32Pointer, advance, load, load_pair, read, splat, store, write
 from kernels.kv_format import kv_format_of
 
-COLUMNS = 64  # of the output that AMX computes at a time
+COLUMNS = 64  # AMX computes as many numbers of an output at a time
 KEYS = 64  # keys of a tile: four accumulators a row, and both repacked tiles (16 KiB at head_dim 64) stay in L1
 ROWS = 4  # rows of a microkernel: with KEYS sixteen accumulators, half the registers
 # (token, head) pairs of a work item: repacking keys and values then costs a few per cent of the arithmetic.

@@ -23,7 +23,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from kernels import huge_pages
-from kernels.cpu import amx, simd, widened_dots
+from kernels.cpu import amx, simd
 from kernels.cpu.codes import WIDTH, F32Pointer
 from kernels.cpu.dots import LANES, broadcast, by_rows, dot, lanes, look_up, vector_at
 from kernels.cpu.elementwise.activations import Gate
@@ -42,12 +42,15 @@ from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.simd import I32Pointer, advance, read, splat, store, write
 
 # 24 sums, 4 decoded words, a word of x and 3 constants fill the 32 registers. Without vdpbf16ps a row takes more
-# arithmetic, and AVX2 has neither vpermw nor 32 registers: more rows take as long as with plain weights, or longer. So
-# they do where AMX multiplies plain weights (with 1, 2 and 3 rows 1.2, 1.1 and 0.9 times as fast as those).
-MAX_ROWS = 2 if HAS_BF16_TILES else 6 if HAS_BF16_DOT else 4 if HAS_AVX512 else 2
+# arithmetic, and AVX2 has neither vpermw nor 32 registers: more rows take as long as with plain weights, or longer. AMX
+# multiplies faster than memory is read: 1, 16, 64 and 96 rows took 1.3, 1.2, 1.2 and 1.1 times as long plain.
+MAX_ROWS = 96 if HAS_BF16_TILES else 6 if HAS_BF16_DOT else 4 if HAS_AVX512 else 2
+DECODED = 2 * amx.DEPTH  # words of a panel that are decoded at a time for AMX, 8 KiB; with 16 KiB nothing is gained
 VECTORS = COLUMNS // WIDTH
 WORDS = 3 * WIDTH  # 32-bit words that hold a pair of inputs of 64 outputs: codes, and signs and mantissas twice
-AHEAD = 32 * WORDS  # prefetch distance in words, 6 KiB: as much as plain panels want reads a twentieth slower
+# Prefetch distance in words, 6 KiB: as much as plain panels want reads a twentieth slower. AMX wants 24 KiB, because
+# nothing is prefetched while it multiplies.
+AHEAD = (128 if HAS_BF16_TILES else 32) * WORDS
 EXPONENTS = 16
 REST = 0x807F807F - (1 << 32)  # sign and mantissa of both numbers of a word
 MAX_OTHER = 1 / 16  # most pairs of inputs stored plain: at 0.05, 1 row is 1.2 times as fast as plain, 6 rows 1.0
@@ -153,70 +156,19 @@ def _decode(typingctx, panel, depth, table, target):
     return types.void(I32Pointer, types.int64, I32Pointer, I32Pointer), codegen
 
 
-def _multiply_as_tiles(rows):
-    """An intrinsic: as _multiply, over `steps` tiles of amx.DEPTH words, with the bits of AMX: a tile's products of the
-    first numbers of words and those of the second are summed apart, in order, and their sum is added to the total."""
-    cells = [(r, v) for r in range(rows) for v in range(VECTORS)]
-
-    def codegen(context, builder, sig, args):
-        x, x_stride, panel, steps, table, sums = args
-        exponents = builder.load(vector_at(builder, table, ir.Constant(_I64, 0), LANES), align=4)
-        halves = [{cell: cgutils.alloca_once(builder, _F32V) for cell in cells} for _ in range(2)]
-        with cgutils.for_range(builder, steps) as step:
-            for half in halves:
-                for place in half.values():
-                    builder.store(ir.Constant(_F32V, [0.0] * WIDTH), place)
-            with cgutils.for_range(builder, ir.Constant(_I64, amx.DEPTH)) as loop:
-                word = builder.add(builder.mul(step.index, ir.Constant(_I64, amx.DEPTH)), loop.index)
-                at = builder.mul(word, ir.Constant(_I64, WORDS))
-                for line in range(0, WORDS, WIDTH):
-                    simd.prefetch(builder, builder.gep(panel, [builder.add(at, ir.Constant(_I64, AHEAD + line))]))
-                inputs = []
-                for r in range(rows):
-                    place = builder.add(builder.mul(x_stride, ir.Constant(_I64, r)), word)
-                    pair = broadcast(builder, builder.load(builder.gep(x, [place])))
-                    inputs.append(widened_dots.halves(builder, pair))
-                for v, words in enumerate(_decoded(builder, panel, at, exponents)):
-                    for i, weights in enumerate(widened_dots.halves(builder, words)):
-                        for r in range(rows):
-                            total = halves[i][r, v]
-                            builder.store(widened_dots.fma(builder, inputs[r][i], weights, builder.load(total)), total)
-            for r, v in cells:
-                target = vector_at(builder, sums, ir.Constant(_I64, r * COLUMNS + v * WIDTH), _F32V)
-                both = builder.fadd(*(builder.load(half[r, v]) for half in halves))
-                builder.store(builder.fadd(builder.load(target, align=4), both), target, align=4)
-        return context.get_dummy_value()
-
-    def typing(typingctx, x, x_stride, panel, steps, table, sums):
-        i64 = types.int64
-        return types.void(I32Pointer, i64, I32Pointer, i64, I32Pointer, F32Pointer), codegen
-
-    typing.__doc__ = f"{rows} rows of a compressed panel's columns, as AMX computes them."
-    return intrinsic(typing)
-
-
-_multiply_few = by_rows([_multiply_as_tiles(rows) for rows in range(1, MAX_ROWS + 1)] if HAS_BF16_TILES else [])
-
-
 @jit
-def _multiply_in_tiles(state, num_rows, x, x_stride, panel, words, table, others, plain, other, last, decoded, sums):
-    """As _multiply_panel, with the bits of AMX. A tile with words that are read from `plain` is put together in
-    `decoded` and multiplied by AMX itself; all tiles on the way through memory would take longer."""
-    first = 0
-    while first < words:
-        stop = np.int64(read(others, other)) // amx.DEPTH * amx.DEPTH if other < last else words
-        if stop > first:
-            _multiply_few(num_rows, advance(x, first), x_stride, advance(panel, first * WORDS),
-                          (stop - first) // amx.DEPTH, table, sums)  # fmt: skip
-        if stop < words:
-            _decode(advance(panel, stop * WORDS), amx.DEPTH, table, decoded)
-            while other < last and np.int64(read(others, other)) < stop + amx.DEPTH:
-                place = advance(decoded, (np.int64(read(others, other)) - stop) * COLUMNS)
-                simd.copy_bytes(simd.address(place), simd.address(advance(plain, other * COLUMNS)), 4 * COLUMNS)
-                other += 1
-            amx.multiply_panel(state, advance(x, stop), x_stride, decoded, amx.DEPTH, num_rows, sums,
-                               decoded, True)  # fmt: skip
-        first = stop + amx.DEPTH
+def _multiply_decoded(state, num_rows, x, x_stride, panel, words, table, others, plain, other, last, decoded, sums):
+    """As _multiply_panel, by AMX. decoded: room for DECODED words of the panel, which stay in L1 between vectors and
+    tiles."""
+    most = DECODED if num_rows > amx.ROWS else amx.DEPTH
+    for first in range(0, words, most):
+        depth = min(most, words - first)
+        _decode(advance(panel, first * WORDS), depth, table, decoded)
+        while other < last and np.int64(read(others, other)) < first + depth:
+            place = advance(decoded, (np.int64(read(others, other)) - first) * COLUMNS)
+            simd.copy_bytes(simd.address(place), simd.address(advance(plain, other * COLUMNS)), 4 * COLUMNS)
+            other += 1
+        amx.multiply_panel(state, advance(x, first), x_stride, decoded, depth, num_rows, sums, decoded, 0, True)
 
 
 @parallel_kernel("16q2d")
@@ -233,7 +185,7 @@ def _compressed_linear(args):
     limit, slope = np.float32(simd.as_float(args[18])), np.float32(simd.as_float(args[19]))
     scratch, tiles = np.empty(MAX_ROWS * COLUMNS, np.float32), np.zeros(amx.STATE, np.int64)
     sums, state = simd.pointer_f32(scratch.ctypes.data), simd.pointer_i64(tiles.ctypes.data)
-    room = np.empty(amx.DEPTH * COLUMNS + WIDTH if HAS_BF16_TILES else 1, np.int32)
+    room = np.empty(DECODED * COLUMNS + WIDTH if HAS_BF16_TILES else 1, np.int32)
     decoded = simd.pointer_i32((room.ctypes.data + 63) // 64 * 64)
     items = count_items(args[1], table, num_panels)
     item = next_item(args)
@@ -249,7 +201,7 @@ def _compressed_linear(args):
         )  # fmt: skip
         other, last = np.int64(read(starts, panel)), np.int64(read(starts, panel + 1))
         if HAS_BF16_TILES:
-            _multiply_in_tiles(state, rows, a, x_stride, panel_codes, words, exponents, others, plain, other, last,
+            _multiply_decoded(state, rows, a, x_stride, panel_codes, words, exponents, others, plain, other, last,
                                decoded, sums)  # fmt: skip
         else:
             _multiply_panel(rows, a, x_stride, panel_codes, words, exponents, others, plain, other, last, sums)

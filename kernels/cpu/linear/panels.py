@@ -145,6 +145,9 @@ def _linear(args):
     limit, slope = np.float32(simd.as_float(args[15])), np.float32(simd.as_float(args[16]))
     in_tiles = amx.multiplies(words)
     most = TILE_DEPTH if in_tiles else DEPTH
+    # Up to 16 rows wait for memory anyway, and the processor's own prefetch reads faster than those of a program, which
+    # go through L1.
+    lines = amx.LINES if num_rows > amx.ROWS else 0
     scratch, tiles = np.empty(ROWS_PER_ITEM * COLUMNS, np.float32), np.zeros(amx.STATE, np.int64)
     sums, state = simd.pointer_f32(scratch.ctypes.data), simd.pointer_i64(tiles.ctypes.data)
     items = count_items(args[1], table, num_panels)
@@ -165,7 +168,7 @@ def _linear(args):
             soon = advance(panels, at + most * COLUMNS if k + most < words else then)
             a, part, depth = advance(x, begin * x_stride + k), advance(panels, at), min(most, words - k)
             if in_tiles:
-                amx.multiply_panel(state, a, x_stride, part, depth, rows, sums, soon, k > 0)
+                amx.multiply_panel(state, a, x_stride, part, depth, rows, sums, soon, lines, k > 0)
             else:
                 _multiply_rows(a, x_stride, part, depth, rows, sums, soon)
         if function < 0:
