@@ -3,7 +3,7 @@
 Sums of a group are fp32 and stay in registers; the group's scale multiplies the sum, and its offset the sum of the
 group's inputs, so no weight is rounded. Few rows look the codes up as they read them. More rows share the pairs of a
 part of a group, which stay in L1, where looking up takes long; the order of additions is the same, and so are the bits.
-With many rows, each panel is decoded to rounded bf16 weights first: their sums need no scales.
+With many rows, each panel is decoded to rounded bf16 weights first: their sums need no scales. AMX multiplies those.
 """
 
 import numpy as np
@@ -14,11 +14,11 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from kernels.cpu import simd
+from kernels.cpu import amx, simd
 from kernels.cpu.codes import WIDTH, F32Pointer
 from kernels.cpu.dots import add_products, broadcast, by_rows, multiply, vector_at
-from kernels.cpu.features import HAS_AVX512, HAS_BF16_DOT, MULTIPLIES_PAIRS
-from kernels.cpu.linear.panels import store_outputs
+from kernels.cpu.features import HAS_AVX512, HAS_BF16_DOT, HAS_BF16_TILES, MULTIPLIES_PAIRS
+from kernels.cpu.linear.panels import TILE_DEPTH, store_outputs
 from kernels.cpu.linear.places import RowGroups, count_items, give_out_rest, place_of
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.quantized.code_rows import code_rows, sum_groups
@@ -57,7 +57,9 @@ ROWS = 6  # rows of a microkernel: 24 sums in 32 registers
 # By kind of codes. MOST_DIRECT: rows that look codes up as they read them, where registers hold their sums, the tables
 # and a line. DECODED_FROM: rows from which panels are decoded first, because that takes less time.
 NEVER = 1 << 62
-if HAS_BF16_DOT:
+if HAS_BF16_TILES:
+    MOST_DIRECT, DECODED_FROM = (6, 6, 6, 6, 5, 5), (0, 4, 4, 5, 3, 5)
+elif HAS_BF16_DOT:
     MOST_DIRECT, DECODED_FROM = (6, 6, 6, 6, 5, 5), (0, 24, 32, 64, 9, 16)
 elif HAS_AVX512:
     MOST_DIRECT, DECODED_FROM = (6, 4, 4, 4, 4, 4), (0, NEVER, NEVER, 12, 16, NEVER)
@@ -264,6 +266,8 @@ def _code_linear(args):
     weights = simd.pointer_i32(scratch.ctypes.data)
     totals = np.empty(most_rows * num_groups if has_offsets else 1, np.float32)
     x_sums, prepared = simd.pointer_f32(totals.ctypes.data), np.int64(-1)  # x_sums has those of rows `prepared` on
+    in_tiles, tiles = amx.multiplies(words), np.zeros(amx.STATE, np.int64)
+    most, state = TILE_DEPTH if in_tiles else DEPTH, simd.pointer_i64(tiles.ctypes.data)
     widens = not HAS_BF16_DOT and (is_grouped or not may_decode)
     floats_of_x = np.empty(2 * words * most_rows if widens else 1, np.float32)
     wide_x = simd.pointer_f32(floats_of_x.ctypes.data)
@@ -279,11 +283,14 @@ def _code_linear(args):
         for i in range(0, rows * COLUMNS, WIDTH):
             store(sums, i, splat(ZERO))
         if may_decode and (rows >= decoded_from or not is_grouped):
-            for k in range(0, words, DEPTH):
-                depth = min(DEPTH, words - k)
+            for k in range(0, words, most):
+                depth = min(most, words - k)
                 decode_pairs(kind, panel_codes, pair_words, tables, group, k, depth, weights, factors, scales, offsets,
                              form, at)  # fmt: skip
-                _multiply_decoded(advance(a, k), x_stride, weights, depth, rows, sums)
+                if in_tiles:
+                    amx.multiply_panel(state, advance(a, k), x_stride, weights, depth, rows, sums, weights, 0, k > 0)
+                else:
+                    _multiply_decoded(advance(a, k), x_stride, weights, depth, rows, sums)
         else:
             if prepared != begin:
                 numbers = simd.pointer_bf16(simd.address(a))
@@ -300,6 +307,9 @@ def _code_linear(args):
         store_outputs(sums, terms, out, out_features, rows, begin, column)
         item = next_item(args)
     give_out_rest(args)
+    if in_tiles:
+        amx.release()
+    simd.keep(tiles)
     simd.keep(floats)
     simd.keep(scratch)
     simd.keep(totals)
