@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH, F32Pointer
 from kernels.cpu.dots import never
-from kernels.cpu.features import HAS_BF16_TILES
+from kernels.cpu.features import HAS_BF16_TILES, HAS_INT8_TILES
 from kernels.cpu.parallel import jit
 from kernels.cpu.simd import I32Pointer, I64Pointer, advance, read, write
 
@@ -87,12 +87,13 @@ def _configure_tiles(state, num_rows):
     _load_configuration(state)
 
 
-def _multiply(bands, columns, doc, adds=True):
+def _multiply(bands, columns, doc, adds=True, dot="tdpbf16ps"):
     """An intrinsic: out[r, :] += x[r, :] @ words for the rows that are configured, in one band of up to sixteen or two,
     and 16 * `columns` columns; not `adds`: out[r, :] = x[r, :] @ words.
 
-    Strides in words; `steps` of DEPTH words of a row. Each step prefetches `lines` cache lines of `soon`, one after the
-    other.
+    dot: the instruction; tdpbsud multiplies words of four integers, signed bytes of x by unsigned bytes of `words`, and
+    gives int32. Strides in words; `steps` of DEPTH words of a row. Each step prefetches `lines` cache lines of `soon`,
+    one after the other.
     """
     sums = {(band, c): band * columns + c for band in range(bands) for c in range(columns)}
     first_x = 4
@@ -118,7 +119,7 @@ def _multiply(bands, columns, doc, adds=True):
             for c in range(columns):
                 word = first_word + c % (8 - first_word)
                 code.append(f"tileloadd {64 * c}(${bands},${bands + 2},1), %tmm{word}")
-                code += [f"tdpbf16ps %tmm{word}, %tmm{first_x + band}, %tmm{sums[band, c]}" for band in range(bands)]
+                code += [f"{dot} %tmm{word}, %tmm{first_x + band}, %tmm{sums[band, c]}" for band in range(bands)]
             _assembly(builder, code, *rows, column, x_bytes, word_bytes)
             with cgutils.for_range(builder, lines) as line:
                 index = builder.add(builder.mul(loop.index, lines), line.index)
@@ -164,5 +165,23 @@ def _multiply_panel(state, x, x_stride, panel, depth, num_rows, sums, soon, line
                     _set_bands(a, x_stride, advance(panel, column), COLUMNS, steps, place, COLUMNS, share, lines // 2)
 
 
+_integers_of_band = _multiply(1, 4, "Integers of up to 16 rows and 64 columns.", False, "tdpbsud")
+_integers_of_bands = _multiply(2, 2, "Integers of 17 to 32 rows and 32 columns.", False, "tdpbsud")
+
+
+@jit
+def _multiply_integers(state, x, x_stride, panel, depth, num_rows, out):
+    """out[r, :] = x[r, :] @ panel in int32, for up to 32 rows over `depth` words of a row, a multiple of DEPTH."""
+    steps = depth // DEPTH
+    _configure_tiles(state, num_rows)
+    if num_rows <= ROWS:
+        _integers_of_band(x, x_stride, panel, COLUMNS, steps, out, COLUMNS, panel, 0)
+    else:
+        for column in range(0, COLUMNS, COLUMNS // 2):
+            _integers_of_bands(x, x_stride, advance(panel, column), COLUMNS, steps, advance(out, column), COLUMNS,
+                               panel, 0)  # fmt: skip
+
+
 _FUNCTIONS = _configure_tiles, _release, _multiply_panel, _set2, _set4, _add2, _add4
 configure, release, multiply_panel, set2, set4, add2, add4 = _FUNCTIONS if HAS_BF16_TILES else [never] * 7
+multiply_integers = _multiply_integers if HAS_INT8_TILES else never

@@ -25,7 +25,8 @@ def _may_use_tiles():
     return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
-HAS_BF16_TILES = "+amx-bf16" in _FEATURES and _may_use_tiles()  # tdpbf16ps
+HAS_BF16_TILES = {"+amx-tile", "+amx-bf16"} <= _FEATURES and _may_use_tiles()  # tdpbf16ps
+HAS_INT8_TILES = HAS_BF16_TILES and "+amx-int8" in _FEATURES  # tdpbsud
 # Kernels multiply pairs of bf16 numbers, by one instruction or by several (kernels/cpu/dots.py).
 MULTIPLIES_PAIRS = HAS_BF16_DOT or HAS_AVX2
 
