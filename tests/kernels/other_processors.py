@@ -12,6 +12,7 @@ from llvmlite import binding
 
 # By name: the beginnings of the features that the processor lacks.
 PROCESSORS = {
+    "cooperlake": ("avx512fp16", "avx10", "avxvnni", "amx"),  # as Zen 4 and 5 have it: bf16 pairs without AMX
     "haswell": ("avx512", "avx10", "amx", "avxvnni", "gfni", "vaes", "vpclmulqdq"),
     # As on ARM, kernels have LLVM's portable operations alone, and linear layers are torch's.
     "nehalem": ("avx", "fma", "f16c", "bmi", "amx", "gfni", "vaes", "vpclmulqdq", "xop", "tbm", "xsave"),

@@ -134,15 +134,15 @@ def store_gated_outputs(sums, bias, out, out_features, rows, begin, column, func
         store_both(out, place, first, second)
 
 
-@parallel_kernel("13q2d")
+@parallel_kernel("12q2d1q")
 def _linear(args):
     """Work items: see places.py."""
     x, panels, out, bias = (
         simd.pointer_i32(args[2]), simd.pointer_i32(args[3]), simd.pointer_bf16(args[4]), simd.pointer_bf16(args[5])
     )  # fmt: skip
     num_rows, x_stride, words, out_features, num_runs = args[6], args[7], args[8], args[9], args[10]
-    num_panels, table, rows_per_item, function = args[11], simd.pointer_i64(args[12]), args[13], args[14]
-    limit, slope = np.float32(simd.as_float(args[15])), np.float32(simd.as_float(args[16]))
+    num_panels, table, function, rows_per_item = args[11], simd.pointer_i64(args[12]), args[13], args[16]
+    limit, slope = np.float32(simd.as_float(args[14])), np.float32(simd.as_float(args[15]))
     in_tiles = amx.multiplies(words)
     most = TILE_DEPTH if in_tiles else DEPTH
     # Up to 16 rows wait for memory anyway, and the processor's own prefetch reads faster than those of a program, which
@@ -280,6 +280,6 @@ def _run(
             num_panels * (most_blocks or -(-rows // rows_per_item)),
             x.data_ptr() + 4 * row_stride * first, panels.data_ptr(), out.data_ptr() + first * out.stride(0) * 2,
             0 if bias is None else bias.data_ptr(),
-            rows, row_stride, words, out_features, torch.get_num_threads(), num_panels, table, rows_per_item, *gate,
+            rows, row_stride, words, out_features, torch.get_num_threads(), num_panels, table, *gate, rows_per_item,
         )  # fmt: skip
     return out
