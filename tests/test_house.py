@@ -24,7 +24,7 @@ MAX_FUNCTION_LINES = 80
 MAX_FILES = 12  # in a folder: a newcomer tells no more of them apart
 DATA = ("engine/models/families", "engine/models/bundled")  # a file per family: any number of them
 MAX_IMPORTS = 15  # modules of our own that one file imports
-MAX_IMPORTS_OF = {"engine/driver.py": 18}
+MAX_IMPORTS_OF = {"engine/driver.py": 18, "kernels/cpu/quantized/code_linear.py": 16}  # it launches three kernels
 MAX_PRIVATE_USES = 60  # by all tests, of names that begin with an underscore
 MAX_RIDDLES = 10  # in engine, server, kernels, README.md and docs together
 # They list the families, the routes and the kernels.

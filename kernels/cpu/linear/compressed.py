@@ -183,8 +183,9 @@ def _compressed_linear(args):
     num_rows, x_stride, words, out_features, num_runs = args[10], args[11], args[12], args[13], args[14]
     num_panels, table, function = args[15], simd.pointer_i64(args[16]), args[17]
     limit, slope = np.float32(simd.as_float(args[18])), np.float32(simd.as_float(args[19]))
-    scratch, tiles = np.empty(MAX_ROWS * COLUMNS, np.float32), np.zeros(amx.STATE, np.int64)
-    sums, state = simd.pointer_f32(scratch.ctypes.data), simd.pointer_i64(tiles.ctypes.data)
+    scratch, tiles = np.empty(MAX_ROWS * COLUMNS + WIDTH, np.float32), np.zeros(amx.STATE, np.int64)
+    sums = simd.pointer_f32((scratch.ctypes.data + 63) // 64 * 64)
+    state = simd.pointer_i64(tiles.ctypes.data)
     room = np.empty(DECODED * COLUMNS + WIDTH if HAS_BF16_TILES else 1, np.int32)
     decoded = simd.pointer_i32((room.ctypes.data + 63) // 64 * 64)
     items = count_items(args[1], table, num_panels)

@@ -148,8 +148,9 @@ def _linear(args):
     # Up to 16 rows wait for memory anyway, and the processor's own prefetch reads faster than those of a program, which
     # go through L1.
     lines = amx.LINES if num_rows > amx.ROWS else 0
-    scratch, tiles = np.empty(ROWS_PER_ITEM * COLUMNS, np.float32), np.zeros(amx.STATE, np.int64)
-    sums, state = simd.pointer_f32(scratch.ctypes.data), simd.pointer_i64(tiles.ctypes.data)
+    scratch, tiles = np.empty(ROWS_PER_ITEM * COLUMNS + WIDTH, np.float32), np.zeros(amx.STATE, np.int64)
+    sums = simd.pointer_f32((scratch.ctypes.data + 63) // 64 * 64)  # rows of tiles in whole cache lines
+    state = simd.pointer_i64(tiles.ctypes.data)
     items = count_items(args[1], table, num_panels)
     item, next_one = next_item(args), next_item(args)
     while item < items:

@@ -259,11 +259,11 @@ def _code_linear(args):
     may_decode, is_grouped = num_rows >= decoded_from, simd.address(table) != 0
     has_offsets = simd.address(offsets) != 0
     most_rows = min(ROWS_PER_ITEM, num_rows)
-    floats = np.empty((most_rows + 2) * COLUMNS, np.float32)
-    sums = simd.pointer_f32(floats.ctypes.data)
+    floats = np.empty((most_rows + 2) * COLUMNS + WIDTH, np.float32)
+    sums = simd.pointer_f32((floats.ctypes.data + 63) // 64 * 64)
     factors = advance(sums, most_rows * COLUMNS)
-    scratch = np.empty(COLUMNS * max(DEPTH if may_decode else PART, part), np.int32)
-    weights = simd.pointer_i32(scratch.ctypes.data)
+    scratch = np.empty(COLUMNS * max(DEPTH if may_decode else PART, part) + WIDTH, np.int32)
+    weights = simd.pointer_i32((scratch.ctypes.data + 63) // 64 * 64)
     totals = np.empty(most_rows * num_groups if has_offsets else 1, np.float32)
     x_sums, prepared = simd.pointer_f32(totals.ctypes.data), np.int64(-1)  # x_sums has those of rows `prepared` on
     in_tiles, tiles = amx.multiplies(words), np.zeros(amx.STATE, np.int64)
