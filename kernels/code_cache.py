@@ -1,9 +1,10 @@
 """The folder that keeps the machine code of the CPU kernels, and the locks under which processes write to it.
 
 The folder's name is a digest of everything that decides the code: the sources in kernels/cpu, the versions of Python,
-numba and LLVM, and the processor's name and features. So a disk that machines share, or an image, may hold a folder for
-each kind of machine, and none reads the code of another. (numba alone keeps one index per function for all processors:
-two machines that write it at the same time can mix up their code.) This module imports neither torch nor numba.
+numba and LLVM, the processor's name and features, and whether the system grants AMX. So a disk that machines share, or
+an image, may hold a folder for each kind of machine, and none reads the code of another. (numba alone keeps one index
+per function for all processors: two machines that write it at the same time can mix up their code.) This module imports
+neither torch nor numba.
 """
 
 import fcntl
@@ -15,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+
+from kernels.processor import may_use_tiles
 
 SOURCES = Path(__file__).parent / "cpu"
 _COMPLETE = "complete"
@@ -93,8 +96,8 @@ def digest() -> str:
     result = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(SOURCES.rglob("*.py"))))
     features = binding.get_host_cpu_features().flatten()
     chosen = [os.environ.get(f"NUMBA_CPU_{part}") for part in ("NAME", "FEATURES")]  # instead of the machine's
-    machine = sys.version, _version("numba"), llvmlite.__version__, binding.get_host_cpu_name(), features, chosen
-    result.update(repr(machine).encode())
+    processor = binding.get_host_cpu_name(), features, chosen, may_use_tiles()
+    result.update(repr((sys.version, _version("numba"), llvmlite.__version__, *processor)).encode())
     return result.hexdigest()[:12]
 
 

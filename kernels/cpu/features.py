@@ -1,11 +1,10 @@
 """The features of the processor that kernels are compiled for, and its instructions that LLVM's portable operations do
 not reach."""
 
-import ctypes
-import platform
-
 from llvmlite import binding, ir
 from numba.core import codegen, config
+
+from kernels.processor import may_use_tiles
 
 binding.initialize_native_asmparser()  # needed by `instruction`
 # numba compiles for this machine, or for what NUMBA_CPU_FEATURES says: "+avx2,+fma,-avx512f".
@@ -14,18 +13,7 @@ HAS_BF16_DOT = "+avx512bf16" in _FEATURES  # vdpbf16ps, vcvtneps2bf16
 HAS_AVX512 = {"+avx512bw", "+avx512dq"} <= _FEATURES  # 32 registers of 64 bytes
 HAS_INT8_DOT = HAS_AVX512 and "+avx512vnni" in _FEATURES  # vpdpbusd
 HAS_AVX2 = {"+avx2", "+fma", "+f16c"} <= _FEATURES  # 16 registers of 32 bytes
-
-
-def _may_use_tiles():
-    """Ask Linux for the tiles of AMX, for all threads of this process: their 8 KiB are not saved unasked (Linux'
-    Documentation/arch/x86/xstate.rst). False if it refuses."""
-    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        return False
-    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
-    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
-
-
-HAS_BF16_TILES = {"+amx-tile", "+amx-bf16"} <= _FEATURES and _may_use_tiles()  # tdpbf16ps
+HAS_BF16_TILES = {"+amx-tile", "+amx-bf16"} <= _FEATURES and may_use_tiles()  # tdpbf16ps
 HAS_INT8_TILES = HAS_BF16_TILES and "+amx-int8" in _FEATURES  # tdpbsud
 # Kernels multiply pairs of bf16 numbers, by one instruction or by several (kernels/cpu/dots.py).
 MULTIPLIES_PAIRS = HAS_BF16_DOT or HAS_AVX2

@@ -11,6 +11,7 @@ import pytest
 from kernels import code_cache, warmup
 from kernels.cpu import parallel, simd
 from kernels.cpu.parallel import next_item, parallel_kernel
+from kernels.processor import may_use_tiles
 from kernels.warmup import all_kernels, compile_kernels, needed_kernels
 
 
@@ -117,7 +118,9 @@ def test_a_folder_is_for_one_kind_of_processor(monkeypatch):
     monkeypatch.setattr(binding, "get_host_cpu_name", lambda: "another")
     other_name = digest()
     monkeypatch.setenv("NUMBA_CPU_FEATURES", "+avx2")
-    assert len({here, other_features, other_name, digest()}) == 4
+    other_choice = digest()
+    monkeypatch.setattr(code_cache, "may_use_tiles", lambda: not may_use_tiles())
+    assert len({here, other_features, other_name, other_choice, digest()}) == 5
 
 
 def test_a_complete_folder_is_used_where_it_cannot_be_written(monkeypatch, tmp_path):

@@ -6,7 +6,7 @@ section 2). So a panel of 64 outputs stores the sign and the mantissa of a weigh
 the sixteen most frequent exponents of the panel. Every weight has the same length, so a panel is read in order: one
 instruction looks 32 exponents up (vpermw), one puts the parts together (vpternlogd), and vdpbf16ps multiplies as in
 kernels/cpu/linear/panels.py, in the same order of the same numbers. Results have the same bits. (Processors without
-these instructions take several for each.)
+these instructions take several for each. With AMX, the words go through L1 to its tiles.)
 
 Some weights have another exponent: of normally distributed weights one in 14,000. Their pair of inputs is stored plain
 for all outputs of the panel. Above MAX_ROWS, decoding takes longer than reading plain weights, so both forms are kept.
