@@ -1,4 +1,4 @@
-"""What the system lets this process use of the processor. Imports neither torch nor numba."""
+"""Asks the system for what it grants of the processor. Imports neither torch nor numba."""
 
 import ctypes
 import platform
