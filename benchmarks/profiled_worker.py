@@ -2,17 +2,18 @@
 
 When the Driver leaves, the Worker writes a Profile as JSON to the file LOG. Kernels that Python starts are timed as
 they run. Those of a recorded program (kernels/cpu/program.py) run in one call, which is timed as a whole. After step
-REPLAY_STEP of a program, while its inputs are still in place, it is run kernel by kernel, in order, so that each reads
-its weights, keys and values from memory as in a step. Tokens may differ afterwards: the times count.
+REPLAY_STEP of a program of decodes, or the only step of a program with prompts, while its inputs are still in place, it
+is run kernel by kernel, in order, so that each reads its weights, keys and values from memory as in a step. Tokens may
+differ afterwards: the times count.
 """
 
 import ctypes
+import itertools
 import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from engine.worker.worker import Channel
 if TYPE_CHECKING:
     from engine.worker.model_runner import LaunchedStep, ModelRunner
 
-REPLAYS = 15
+REPLAYS, PROMPT_REPLAYS = 15, 3  # with prompts
 REPLAY_STEP = 32  # about the middle of an answer of 64 tokens, so that contexts have their usual length
 # Bytes of a number of a key and the same number of its value, without the parameters of rows.
 KV_BYTES = {"bf16": 4, "f32": 8, "int8": 2, "fp8": 2, "int4": 1}
@@ -65,7 +66,7 @@ class ProfiledStep(msgspec.Struct):
 
 
 class Profile(msgspec.Struct):
-    """The log. programs: the operators of each that ran REPLAY_STEP times, replayed one by one."""
+    """The log. programs: the operators of each that was replayed one by one."""
 
     steps: list[ProfiledStep] = []
     programs: dict[int, dict[str, Operator]] = {}
@@ -115,7 +116,7 @@ def describe(kernel: Any, packed: Any) -> tuple[str, tuple[int, int]]:
     if name.startswith("prefill_"):  # a row sees itself and the tokens before it in its sequence, or in its window
         lengths, starts = ((ctypes.c_int32 * (a[16] + extra)).from_address(a[14 + extra]) for extra in (0, 1))
         pairs = 0
-        for length, (start, end) in zip(lengths, pairwise(starts), strict=True):
+        for length, (start, end) in zip(lengths, itertools.pairwise(starts), strict=True):
             pairs += sum(min(seen, a[21] or seen) for seen in range(length - (end - start) + 1, length + 1))
         return name, (KV_BYTES[name.rsplit("_", 1)[1]] * sum(lengths) * a[7] * a[10], 4 * pairs * a[7] * a[8] * a[10])
     return name, (0, 0)
@@ -136,8 +137,11 @@ class StepProfiler:
         from kernels.cpu import parallel, program  # imports torch
 
         self.profile = profile
+        self._is_recording = parallel.is_recording
+        self._keys = itertools.count()
         self._programs: dict[int, tuple[int, list[tuple[Any, Any]]]] = {}  # by id: key, kernel calls
         self._runs: Counter[int] = Counter()  # by key
+        self._latest: Any = None  # the program of the last step, which owns what its kernels read
         self._wrap(parallel.ParallelKernel, "__call__", self._call_kernel)
         self._wrap(program.Program, "__init__", self._new_program)
         self._wrap(program.Program, "__call__", self._call_program)
@@ -154,15 +158,17 @@ class StepProfiler:
     def result(self, step: "LaunchedStep") -> StepResult:
         result = self._result(step)
         self.profile.steps[-1].ended = time.perf_counter()
-        key = self.profile.steps[-1].program
-        if key is not None and self._runs[key] == REPLAY_STEP and key not in self.profile.programs:
-            self._replay(key)
+        last = self.profile.steps[-1]
+        if last.program is not None and last.num_tokens > last.num_decodes:
+            self._replay(last.program, PROMPT_REPLAYS)
+        elif last.program is not None and self._runs[last.program] == REPLAY_STEP:
+            self._replay(last.program, REPLAYS)
         return result
 
-    def _replay(self, key: int) -> None:
+    def _replay(self, key: int, times: int) -> None:
         """Time the kernels of a program."""
         calls = next(calls for index, calls in self._programs.values() if index == key)
-        replays = [[_replay_kernel(*call) for call in calls] for _ in range(REPLAYS)]
+        replays = [[_replay_kernel(*call) for call in calls] for _ in range(times)]
         operators = self.profile.programs[key] = {}
         for runs in zip(*replays, strict=True):
             _, (name, work) = runs[0]
@@ -176,19 +182,19 @@ class StepProfiler:
         started = time.perf_counter()
         original(kernel, *args)
         seconds = time.perf_counter() - started
-        if self.profile.steps:
+        if self.profile.steps and not self._is_recording():
             name, work = describe(kernel, kernel.pack(0, *args))
             self.profile.steps[-1].operators.setdefault(name, Operator()).add(seconds, work)
 
     def _new_program(self, original: Callable[..., None], program: Any, calls: Any, *args: Any) -> None:
         original(program, calls, *args)
-        self._programs[id(program)] = len(self._programs), calls
+        self._programs[id(program)] = next(self._keys), calls
 
     def _call_program(self, original: Callable[..., Any], program: Any) -> Any:
         started = time.perf_counter()
         result = original(program)
         if self.profile.steps:
-            step = self.profile.steps[-1]
+            step, self._latest = self.profile.steps[-1], program
             step.program_seconds += time.perf_counter() - started
             step.program = self._programs[id(program)][0]
             self._runs[step.program] += 1

@@ -7,7 +7,7 @@ First the ceilings: bytes read per second by one thread and by all (a sum over 1
 (the faster of our linear layer and torch's), for a model in W8A8 that of int8 products. Then a line of milliseconds
 per step for each number of streams, each with a prompt of --context tokens, and for a prefill:
 
-  kernels    the compiled kernels; a decode step's layers run as one recorded program
+  kernels    the compiled kernels; the layers of a step run as one recorded program
   worker     the rest of the Worker's time from plan to result: Python, and operators of torch
   driver     the Driver's time from result to plan
   wake-ups   the rest of the time between a result and the next plan: messages and sleeping processes
@@ -17,10 +17,11 @@ per step for each number of streams, each with a prompt of --context tokens, and
   reached    floor / step
 
 and a table of its operators: calls, microseconds, bytes and FLOPs per second and the larger of their shares of the
-ceilings. Operators of a program are timed one by one after its 32nd step, so their sum includes the start of each; the
-difference to the program itself is on the last line. A program of fewer steps, because long prompts come in parts, has
-no table and no floor. Bytes are those of weights, or of keys and values. HTTP is not part of it: see
-benchmarks.stream_chunks. Other programs on the machine add time; `chrt -f 50` before the command keeps them away.
+ceilings. Operators of a program are timed one by one after its 32nd step, or after a prefill, so their sum includes the
+start of each; the difference to the program itself is on the last line. A program of fewer decodes, because long
+prompts come in parts, has no table and no floor. Bytes are those of weights, or of keys and values. HTTP is not part of
+it: see benchmarks.stream_chunks. Other programs on the machine add time; `chrt -f 50` before the command keeps them
+away.
 """
 
 import argparse

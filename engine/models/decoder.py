@@ -62,8 +62,9 @@ from engine.models.layers.norm import norm_before, take_norm
 from engine.models.layers.operators import FastOperators, Operators, take_optional
 from engine.models.layers.position import PositionTables, position_tables
 from engine.models.recorded_decodes import NextTokens, RecordedDecodes
+from engine.models.recorded_steps import RecordedSteps
 from kernels.dispatch import cpu_kernels
-from kernels.elementwise.rows import add, limit
+from kernels.elementwise.rows import add, limit, take_rows
 from kernels.quantized.weight import Weight
 
 RunLayers = Callable[[Tensor, BatchMetadata, Sequence[KVCache]], Tensor]
@@ -140,7 +141,7 @@ class DecoderLayer:
         if self.attn_post_norm is not None:
             x, _ = self.attn_post_norm(x)  # (R, C) -> (R, C)
         if outputs is not None:
-            residual = residual.index_select(0, outputs.indices)  # (T, C) -> (R, C)
+            residual = take_rows(residual, outputs.indices)  # (T, C) -> (R, C)
         assert self.mlp_norm is not None, "only a parallel residual works without mlp_norm"
         x, residual = self.mlp_norm(x, residual)  # (R, C), (R, C) -> normed sum (R, C), sum (R, C)
         x = self.mlp(x)  # (R, C) -> (R, C)
@@ -162,7 +163,7 @@ class DecoderLayer:
         assert self.attn_post_norm is not None and self.mlp_post_norm is not None
         attended = self.attention(self.attn_norm(x)[0], metadata, kv_cache, outputs)  # (T, C) -> (R, C)
         if outputs is not None:
-            x = x.index_select(0, outputs.indices)  # (T, C) -> (R, C)
+            x = take_rows(x, outputs.indices)  # (T, C) -> (R, C)
         attended, _ = self.attn_post_norm(attended)  # (R, C) -> (R, C)
         hidden, residual = self.mlp_norm(attended, x)  # (R, C), (R, C) -> normed sum (R, C), sum (R, C)
         hidden = self.mlp(hidden)  # (R, C) -> (R, C)
@@ -170,7 +171,7 @@ class DecoderLayer:
             hidden = self.beside.join(hidden, residual)  # (R, C), (R, C) -> (R, C)
         x = add(residual, self.mlp_post_norm(hidden)[0])  # (R, C) + (R, C)
         if self.input_gate is not None and inputs is not None:
-            rows = inputs if outputs is None else inputs.index_select(0, outputs.indices)  # (T, P) -> (R, P)
+            rows = inputs if outputs is None else take_rows(inputs, outputs.indices)  # (T, P) -> (R, P)
             x = add(x, self.input_gate(x, rows))  # (R, C) + (R, C)
         if isinstance(self.scalar, Tensor):
             return x * self.scalar  # (R, C)
@@ -191,7 +192,7 @@ class DecoderLayer:
         x, residual = self.attn_norm(x, residual)  # (T, C), (T, C) -> normed sum (T, C), sum (T, C)
         attended = self.attention(x, metadata, kv_cache, outputs)  # (T, C) -> (R, C)
         if outputs is not None:
-            x, residual = (rows.index_select(0, outputs.indices) for rows in (x, residual))  # (T, C) -> (R, C) each
+            x, residual = (take_rows(rows, outputs.indices) for rows in (x, residual))  # (T, C) -> (R, C) each
         if self.mlp_norm is not None:
             x, _ = self.mlp_norm(residual)  # (R, C) -> (R, C)
         return self.add(attended, self.mlp(x)), residual  # (R, C) + (R, C), (R, C)
@@ -200,7 +201,7 @@ class DecoderLayer:
         self, x: Tensor, metadata: BatchMetadata, kv_cache: KVCache, outputs: OutputRows | None
     ) -> Tensor:
         """x (T, C) -> (T, C), or (R, C) with `outputs`."""
-        residual = x if outputs is None else x.index_select(0, outputs.indices)  # (T, C) -> (R, C)
+        residual = x if outputs is None else take_rows(x, outputs.indices)  # (T, C) -> (R, C)
         x = self.attention(x, metadata, kv_cache, outputs)  # (T, C) -> (R, C)
         assert self.attn_norm is not None and self.mlp_norm is not None
         x, _ = self.attn_norm(x, residual)  # (R, C), (R, C) -> normed sum (R, C)
@@ -213,7 +214,7 @@ class DecoderLayer:
         """x, the residual, (T, C) -> (T, C), or (R, C) with `outputs`."""
         assert self.attn_post_norm is not None and self.mlp_post_norm is not None
         attended, _ = self.attn_post_norm(self.attention(x, metadata, kv_cache, outputs))  # (T, C) -> (R, C)
-        x = add(attended, x if outputs is None else x.index_select(0, outputs.indices))  # (R, C) + (R, C)
+        x = add(attended, x if outputs is None else take_rows(x, outputs.indices))  # (R, C) + (R, C)
         return add(x, self.mlp_post_norm(self.mlp(x))[0])  # (R, C) + (R, C)
 
 
@@ -253,6 +254,7 @@ class Decoder:
         if config.has_extended_layers:
             self.run_layers = self._run_extended
         self.recorded: RecordedDecodes | None = None
+        self.recorded_steps: RecordedSteps | None = None  # with prompts
         self.dense: Sequence[Dense] = ()  # layers behind the pooling of embeddings, on the host
 
     @property
@@ -260,18 +262,19 @@ class Decoder:
         """Numbers in an embedding."""
         return len(self.dense[-1].weight) if self.dense else self.config.hidden_size
 
-    def record_decodes(self, kv_caches: Sequence[KVCache], max_rows: int, max_blocks: int) -> None:
-        """Run decode steps on these caches as recorded programs, where a CPU has compiled kernels for them. max_rows:
-        those of the largest step; max_blocks: the width of the widest block table. A program holds no sum over ranks.
+    def record_steps(self, kv_caches: Sequence[KVCache], max_rows: int, max_blocks: int) -> None:
+        """Run steps on these caches as recorded programs, where a CPU has compiled kernels for them. max_rows: those of
+        the largest step of decodes; max_blocks: the width of the widest block table. A program holds no sum over ranks.
         The programs of an earlier call go, with its caches."""
         cpu = cpu_kernels() if self.operators.ranks is None and kv_caches[0][0].device.type == "cpu" else None
         if cpu is not None and cpu.program.SUPPORTED:
             adapters = self.operators.adapters
             self.recorded = RecordedDecodes(self, kv_caches, max_rows, max_blocks, adapters)
+            self.recorded_steps = RecordedSteps(self, adapters)
 
-    def forget_decodes(self) -> None:
+    def forget_recorded(self) -> None:
         """Drop the recorded programs, which own the caches that they were recorded with."""
-        self.recorded = None
+        self.recorded = self.recorded_steps = None
 
     @torch.inference_mode()
     def forward(self, input_ids: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> Tensor:
@@ -281,6 +284,8 @@ class Decoder:
         step's keys and values into the caches.
         """
         hidden = None if self.recorded is None else self.recorded.forward(input_ids, metadata, kv_caches)
+        if hidden is None and self.recorded_steps is not None:
+            hidden = self.recorded_steps.forward(input_ids, metadata, kv_caches)
         return self._forward(input_ids, metadata, kv_caches) if hidden is None else hidden
 
     def decode_tokens(

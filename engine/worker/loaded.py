@@ -95,9 +95,9 @@ class LoadedDecoder:
         if queue is None:
             max_blocks = -(-max_model_len // self.config.block_size)
             # a sequence with a draft takes several rows of a step
-            self.decoder.record_decodes(kv_caches, self.limits.max_num_batched_tokens, max_blocks)
+            self.decoder.record_steps(kv_caches, self.limits.max_num_batched_tokens, max_blocks)
             if draft is not None and draft_caches is not None:
-                draft.record_decodes(draft_caches, self.limits.max_num_seqs, max_blocks)
+                draft.record_steps(draft_caches, self.limits.max_num_seqs, max_blocks)
         return ModelRunner(
             RunnerParts(
                 decoder=self.decoder,
@@ -118,9 +118,9 @@ class LoadedDecoder:
 
     def forget_caches(self) -> None:
         """Undo what make_runner left in the decoders, so that the runner's caches are freed with it."""
-        self.decoder.forget_decodes()
+        self.decoder.forget_recorded()
         if self.draft is not None:
-            self.draft.decoder.forget_decodes()
+            self.draft.decoder.forget_recorded()
 
     def one_block(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """A KV cache of one block, for steps that write no token and whose results nothing reads."""

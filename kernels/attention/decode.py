@@ -77,7 +77,7 @@ def paged_attention(
         attended = cpu.attention.paged_attention(
             q, k_cache, v_cache, block_tables, seq_lens, scale,
             alibi_slopes=alibi_slopes, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
-            attention_chunk=attention_chunk,
+            attention_chunk=attention_chunk, out=out,
         )  # fmt: skip
     else:
         attended = paged_attention_reference(
@@ -85,7 +85,7 @@ def paged_attention(
             alibi_slopes=alibi_slopes, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
             attention_chunk=attention_chunk,
         )  # fmt: skip
-    return attended if out is None else out.copy_(attended)
+    return attended if out is None or out is attended else out.copy_(attended)
 
 
 def mixed_attention(

@@ -73,7 +73,8 @@ def prefill_attention(
         attended = cpu.attention.prefill_attention(
             q, k_cache, v_cache, block_tables, cu_seqlens_q=cu_seqlens_q, seq_lens=seq_lens, scale=scale,
             alibi_slopes=alibi_slopes, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
-            attention_chunk=attention_chunk, as_decode=plan is not None and plan.batch_invariant,
+            attention_chunk=attention_chunk, out=out,
+            as_decode=plan is not None and plan.batch_invariant,
         )  # fmt: skip
     else:
         attended = prefill_attention_reference(
@@ -81,7 +82,7 @@ def prefill_attention(
             scale=scale, alibi_slopes=alibi_slopes, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
             attention_chunk=attention_chunk,
         )  # fmt: skip
-    return attended if out is None else out.copy_(attended)
+    return attended if out is None or out is attended else out.copy_(attended)
 
 
 def launch_prefill(

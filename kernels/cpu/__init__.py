@@ -4,7 +4,7 @@ Only `kernels.dispatch.cpu_kernels` imports this package, and only if numba is i
 `supports_*` function: True if the compiled code covers the layout and dtype of the given tensors.
 """
 
-from kernels.cpu import decode_rows, features, program, quantize, tokens
+from kernels.cpu import decode_rows, features, parallel, program, quantize, tokens
 from kernels.cpu.attention import bf16_pairs as attention_pairs
 from kernels.cpu.attention import launch as attention
 from kernels.cpu.attention import tiles as attention_tiles
@@ -37,6 +37,6 @@ if features.HAS_INT8_DOT:
 __all__ = [
     "MODULES", "ParallelKernel", "activations", "attention", "attention_pairs", "code_floats", "code_linear",
     "code_rows", "compressed_linear", "decode_rows", "draw", "experts", "features", "float_linear", "integer_linear",
-    "linear", "logprobs", "lora", "norms", "pairs", "penalties", "positions", "program", "quantize", "routing", "rows",
-    "scales", "token_mask", "tokens", "w8a8",
+    "linear", "logprobs", "lora", "norms", "pairs", "parallel", "penalties", "positions", "program", "quantize",
+    "routing", "rows", "scales", "token_mask", "tokens", "w8a8",
 ]  # fmt: skip

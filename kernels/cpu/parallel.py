@@ -12,6 +12,7 @@ import ctypes
 import hashlib
 import re
 import struct
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -65,10 +66,12 @@ class ParallelKernel:
         self.pack = struct.Struct("qq" + arguments).pack
 
     def __call__(self, num_items: int, *arguments: int | float) -> None:
-        """Run the body on torch's threads, at most one per item; returns when all items are done."""
+        """Run the body on torch's threads, at most one per item; returns when all items are done. While a program is
+        recorded, the call is noted instead."""
         packed = ctypes.create_string_buffer(self.pack(0, num_items, *arguments))
-        if _recording is not None:
-            _recording.add(self, packed)
+        if (recorder := _local.recorder) is not None:
+            recorder.add(self, packed)
+            return
         num_threads = min(torch.get_num_threads(), num_items)
         if num_threads > 1 and _GOMP_PARALLEL is not None:
             _GOMP_PARALLEL(self.address, packed, num_threads, 0)
@@ -109,7 +112,7 @@ def parallel_kernel(arguments: str) -> Callable[[Callable], ParallelKernel]:
 
 
 class Recorder(Protocol):
-    """Takes every kernel call while a program is recorded (kernels/cpu/program.py)."""
+    """Takes every kernel call while a program is recorded (kernels/cpu/program.py); none is run then."""
 
     def add(self, kernel: ParallelKernel, packed: Any) -> None:
         """Note a call; `packed` holds its arguments."""
@@ -118,23 +121,34 @@ class Recorder(Protocol):
         """Memory for a result, at an address that stays valid."""
 
 
-_recording: Recorder | None = None
+class _Local(threading.local):
+    """The recorder of each thread: others run their kernels while one records."""
+
+    recorder: Recorder | None = None
+
+
+_local = _Local()
 
 
 @contextmanager
 def recording_to(recorder: Recorder) -> Iterator[None]:
-    """Give every kernel call of the block to `recorder`, too."""
-    global _recording
-    _recording = recorder
+    """Give every kernel call of this thread in the block to `recorder`, and run none."""
+    _local.recorder = recorder
     try:
         yield
     finally:
-        _recording = None
+        _local.recorder = None
+
+
+def is_recording() -> bool:
+    """True while this thread's calls are noted in place of running."""
+    return _local.recorder is not None
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A tensor for the result of a kernel, not initialised."""
-    return torch.empty(shape, dtype=dtype) if _recording is None else _recording.empty(tuple(shape), dtype)
+    recorder = _local.recorder
+    return torch.empty(shape, dtype=dtype) if recorder is None else recorder.empty(tuple(shape), dtype)
 
 
 def _compile(fn: Callable, seconds: float | None) -> Any:

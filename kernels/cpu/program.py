@@ -1,13 +1,13 @@
-"""Programs: kernel calls recorded once and run again as one call, in one parallel region.
+"""Programs: kernel calls recorded first, and then run as one call, in one parallel region, as often as wanted.
 
-Between two kernels that Python starts, the threads sleep or spin, and Python takes 10 to 30 us; a decode step of one
-sequence has a hundred kernels. A program runs them one after the other on the same threads. A kernel begins once all
-items of the one before are done; a thread that has no core at that moment is not waited for, so that other processes
-slow a step by little. Like a CUDA graph, a program reads the addresses that it was recorded with: the caller writes
-the inputs of a step to fixed tensors.
+Between two kernels that Python starts, the threads sleep or spin, and Python takes 10 to 30 us, or 100 where the
+kernels before have filled the caches; a step has a hundred kernels. A program runs them one after the other on the same
+threads. A kernel begins once all items of the one before are done; a thread that has no core at that moment is not
+waited for, so that other processes slow a step by little. Like a CUDA graph, a program reads the addresses that it was
+recorded with: the caller writes the inputs of a step to fixed tensors.
 
-Only kernels of this package may compute while a program is recorded. An operator of torch would run once, at recording,
-so it raises NotRecordable.
+Only kernels of this package may compute while a program is recorded, and none of them runs. An operator of torch would
+run at once, on results that are not there yet, so it raises NotRecordable.
 """
 
 import ctypes
@@ -23,6 +23,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.cpu import parallel, simd
@@ -62,6 +63,8 @@ class Workspace:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Like torch.empty, from the smallest unused block that is large enough."""
         size = math.prod(shape) * dtype.itemsize
+        if not size:
+            return torch.empty(shape, dtype=dtype)
         unused = [i for i in range(len(self._blocks)) if self._blocks[i].nbytes >= size and self._is_unused(i)]
         if unused:
             block = self._blocks[min(unused, key=lambda i: self._blocks[i].nbytes)]
@@ -70,10 +73,10 @@ class Workspace:
             start = -raw.ctypes.data % ALIGNMENT
             block = raw[start : start + size]
             self._blocks.append(block)
-        return torch.from_numpy(block)[:size].view(dtype).view(shape)
+        return torch.frombuffer(block, dtype=dtype, count=size // dtype.itemsize).view(shape)
 
     def _is_unused(self, i: int) -> bool:
-        """True if no tensor refers to the block: a tensor made by torch.from_numpy owns a reference to its array."""
+        """True if no tensor refers to the block: a tensor made by torch.frombuffer owns a reference to its array."""
         return sys.getrefcount(self._blocks[i]) == 2  # the list's, and the argument's
 
 
@@ -84,7 +87,6 @@ class Recording(TorchDispatchMode):
         super().__init__()
         self.calls: list[tuple[ParallelKernel, Any]] = []
         self._workspace = workspace
-        self._allocates = False
 
     def add(self, kernel: ParallelKernel, packed: Any) -> None:
         """Note a call; `packed` holds its arguments."""
@@ -92,11 +94,8 @@ class Recording(TorchDispatchMode):
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory for a result, at an address that stays valid."""
-        self._allocates = True
-        try:
+        with no_dispatch():
             return self._workspace.empty(shape, dtype)
-        finally:
-            self._allocates = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -104,7 +103,7 @@ class Recording(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in VIEWS and not self._allocates:
+        if func not in VIEWS:
             raise NotRecordable(f"{func} computes outside our kernels")
         return func(*args, **(kwargs or {}))
 
@@ -125,10 +124,6 @@ class Program:
         entries[:, 0] = [kernel.address for kernel, _ in calls]
         entries[:, 1] = self._arguments.ctypes.data + 8 * self._counters
 
-    @property
-    def num_kernels(self) -> int:
-        return len(self._counters)
-
     def __call__(self) -> Any:
         self._arguments[self._counters] = 0
         parallel.run_region(_run_kernels.address, self._words.ctypes.data)
@@ -136,7 +131,8 @@ class Program:
 
 
 def record(work: Callable[[], Any], workspace: Workspace) -> Program:
-    """Run `work` and record its kernel calls. NotRecordable where it calls anything else; nothing is recorded then."""
+    """Record the kernel calls of `work`, which computes nothing meanwhile. NotRecordable where it calls an operator of
+    torch that computes."""
     recording = Recording(workspace)
     with recording, parallel.recording_to(recording):
         result = work()

@@ -1,5 +1,7 @@
-"""Sums and products of rows, and the limits of logits: compiled on a CPU, so that a recorded program can hold them."""
+"""Sums, products and choices of rows, and the limits of logits: compiled on a CPU, so that a recorded program can hold
+them."""
 
+import torch
 from torch import Tensor
 
 from kernels.dispatch import cpu_kernels
@@ -23,6 +25,20 @@ def gate_rows(x: Tensor, gates: Tensor) -> Tensor:
     if cpu and cpu.rows.supports_gates(x, gates):
         return cpu.rows.gate(x, gates)  # type: ignore[no-any-return]
     return gates.sigmoid() * x
+
+
+def take_rows(x: Tensor, indices: Tensor) -> Tensor:
+    """x.index_select(0, indices) for x [num_tokens, ...] and int64 indices, each below num_tokens."""
+    cpu = cpu_kernels() if x.device.type == "cpu" else None
+    if cpu and cpu.rows.supports_take_rows(x, indices):
+        return cpu.rows.take_rows(x, indices)  # type: ignore[no-any-return]
+    return x.index_select(0, indices)
+
+
+def new_rows(x: Tensor) -> Tensor:
+    """A tensor of x's shape for the results of kernels, not initialised."""
+    cpu = cpu_kernels() if x.device.type == "cpu" else None
+    return cpu.parallel.empty(x.shape, x.dtype) if cpu else torch.empty_like(x)
 
 
 def limit(x: Tensor, scale: float, cap: float) -> None:

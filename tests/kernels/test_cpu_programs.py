@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from kernels.cpu.elementwise.norms import rms_norm
 from kernels.cpu.program import NotRecordable, Workspace, record
+from kernels.elementwise.rows import limit, take_rows
 
 ROWS, SIZE, DEPTH = 40, 64, 50
 
@@ -50,6 +52,33 @@ def test_results_that_nothing_refers_to_share_memory():
     expected = layers(x[:7], weight)
     first()
     assert torch.equal(second(), expected)
+
+
+def test_recording_runs_no_kernel_but_those_of_other_threads():
+    place, elsewhere = torch.ones(100), torch.ones(100)
+
+    def work():
+        limit(place, 2.0, 0.0)
+        thread = threading.Thread(target=limit, args=(elsewhere, 2.0, 0.0))
+        thread.start()
+        thread.join()
+        return place
+
+    program = record(work, Workspace())
+    assert place.eq(1).all() and elsewhere.eq(2).all()
+    program()
+    assert place.eq(2).all() and elsewhere.eq(2).all()
+
+
+def test_a_program_takes_rows():
+    x = torch.randn(9, 5, 32)
+    places = torch.tensor([8, 0, 3])
+    workspace = Workspace()
+    for rows in (x, x[:, 1:4], x.view(9, -1), x.bfloat16(), x[:, 0, 3:]):
+        assert torch.equal(record(lambda rows=rows: take_rows(rows, places), workspace)(), rows[places])
+    assert record(lambda: take_rows(x, places[:0]), workspace)().shape == (0, 5, 32)
+    transposed = x.transpose(1, 2)
+    assert torch.equal(take_rows(transposed, places), transposed[places]), "its rows are not dense: torch computes it"
 
 
 def test_operators_of_torch_are_refused():

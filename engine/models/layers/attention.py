@@ -46,6 +46,7 @@ from kernels.attention.plan import AttentionPlan
 from kernels.attention.prefill import prefill_attention
 from kernels.attention.work import StepWork
 from kernels.cache.rope_and_cache import QKVHeads, rope_and_cache
+from kernels.elementwise.rows import new_rows, take_rows
 from kernels.quantized.weight import Weight
 
 Attend = Callable[..., Tensor]  # an attention operator with the options of a layer
@@ -146,7 +147,7 @@ class Attention:
         if outputs is None:
             attended = self._attend(q, *kv_cache, metadata)  # (T, H, D) -> (T, H, D)
         else:
-            q = q.index_select(0, outputs.indices)  # (T, H, D) -> (R, H, D)
+            q = take_rows(q, outputs.indices)  # (T, H, D) -> (R, H, D)
             tables, lengths = outputs.block_tables, outputs.seq_lens  # (R, B), (R)
             plan, work = metadata.plan, metadata.work
             attended = self.decode(q, *kv_cache, tables, lengths, plan=plan, work=work)  # (R, H, D) -> (R, H, D)
@@ -172,7 +173,7 @@ class Attention:
             )  # fmt: skip
         if n == 0:
             return self._prefill(q, k_cache, v_cache, metadata, n)  # (T, H, D)
-        attended = q.new_empty(q.shape)  # (T, H, D)
+        attended = new_rows(q)  # (T, H, D)
         self.decode(  # (n, H, D)
             q[:n], k_cache, v_cache, tables[:n], lengths[:n], plan=plan, work=work, out=attended[:n]
         )

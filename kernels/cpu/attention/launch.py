@@ -255,30 +255,30 @@ def supports_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, *int_tensors
 
 def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float,
                     alibi_slopes: Tensor | None, sliding_window: int, softcap: float, sinks: Tensor | None,
-                    attention_chunk: int) -> Tensor:  # fmt: skip
+                    attention_chunk: int, out: Tensor | None = None) -> Tensor:  # fmt: skip
     """See kernels.attention.decode."""
-    options = (scale, alibi_slopes, sliding_window, softcap, sinks, attention_chunk)
+    options = (scale, alibi_slopes, sliding_window, softcap, sinks, attention_chunk, out)
     return _launch(q, k_cache, v_cache, block_tables, seq_lens, 0, *options)
 
 
 def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, cu_seqlens_q: Tensor,
                       seq_lens: Tensor, scale: float, alibi_slopes: Tensor | None, sliding_window: int,
-                      softcap: float, sinks: Tensor | None, attention_chunk: int, *,
-                      as_decode: bool = False) -> Tensor:  # fmt: skip
+                      softcap: float, sinks: Tensor | None, attention_chunk: int,
+                      out: Tensor | None = None, *, as_decode: bool = False) -> Tensor:  # fmt: skip
     """See kernels.attention.prefill. The bits of a row do not depend on the chunks of its prompt. as_decode uses the
     loops of decode instead of tiles, and so gives the bits of paged_attention."""
-    options = (scale, alibi_slopes, sliding_window, softcap, sinks, attention_chunk)
+    options = (scale, alibi_slopes, sliding_window, softcap, sinks, attention_chunk, out)
     if not as_decode and tiles.supports(q, k_cache):
         return tiles.prefill_attention(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, *options)
     return _launch(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q.data_ptr(), *options)
 
 
 def _launch(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, scale, alibi_slopes, sliding_window, softcap,
-            sinks, attention_chunk):  # fmt: skip
+            sinks, attention_chunk, out):  # fmt: skip
     """cu_seqlens_q: the address, or 0 for decode."""
     num_rows, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
-    out = empty(q.shape, q.dtype)
+    out = empty(q.shape, q.dtype) if out is None else out
     kv_format, in_pairs = kv_format_of(k_cache), pairs.supports(q, k_cache)
     format_name = "auto" if kv_format is None else kv_format.name
     kernel = pairs.attention_pairs_bf16 if in_pairs else _KERNELS[q.dtype, format_name]

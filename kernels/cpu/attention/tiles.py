@@ -537,8 +537,8 @@ def supports(q: Tensor, k_cache: Tensor) -> bool:
 
 def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, cu_seqlens_q: Tensor,
                       seq_lens: Tensor, scale: float, alibi_slopes: Tensor | None, sliding_window: int,
-                      softcap: float, sinks: Tensor | None, attention_chunk: int, *,
-                      both_ways: bool = False) -> Tensor:  # fmt: skip
+                      softcap: float, sinks: Tensor | None, attention_chunk: int,
+                      out: Tensor | None = None, *, both_ways: bool = False) -> Tensor:  # fmt: skip
     """See kernels.attention.prefill. both_ways: a row sees later tokens, too, all or those that are nearer than the
     window; without ALiBi and chunks."""
     num_rows, num_heads, head_dim = q.shape
@@ -546,7 +546,7 @@ def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables:
     group = num_heads // num_kv_heads
     rows_per_item = max(ROWS, QUERIES // group)
     ahead = (sliding_window - 1 if sliding_window else num_rows) if both_ways else 0
-    out = empty(q.shape, q.dtype)
+    out = empty(q.shape, q.dtype) if out is None else out
     kv_format = kv_format_of(k_cache)
     kernel = _KERNELS[q.dtype, "auto" if kv_format is None else kv_format.name]
     kernel(

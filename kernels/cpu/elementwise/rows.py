@@ -194,3 +194,25 @@ def take_columns(x: Tensor, columns: Tensor) -> Tensor:
     out = empty((len(x), len(columns)), x.dtype)
     _take_columns_bf16(len(x), x.data_ptr(), out.data_ptr(), columns.data_ptr(), len(columns), x.stride(0))
     return out
+
+
+@parallel_kernel("5q")
+def _take_rows(args):
+    source, target, indices, row_bytes, stride = args[2], args[3], simd.pointer_i64(args[4]), args[5], args[6]
+    item = next_item(args)
+    while item < args[1]:
+        simd.copy_bytes(target + item * row_bytes, source + read(indices, item) * stride, row_bytes)
+        item = next_item(args)
+
+
+def supports_take_rows(x: Tensor, indices: Tensor) -> bool:
+    """True for x whose rows are dense, and int64."""
+    return x[:1].is_contiguous() and indices.dtype == torch.int64 and indices.is_contiguous()
+
+
+def take_rows(x: Tensor, indices: Tensor) -> Tensor:
+    """x.index_select(0, indices) for x [rows, ...]. No index is checked."""
+    out, size = empty((len(indices), *x.shape[1:]), x.dtype), x.element_size()
+    row_bytes = math.prod(x.shape[1:]) * size
+    _take_rows(len(indices), x.data_ptr(), out.data_ptr(), indices.data_ptr(), row_bytes, x.stride(0) * size)
+    return out

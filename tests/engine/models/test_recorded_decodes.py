@@ -1,4 +1,4 @@
-"""Decode steps recorded as programs give the bits of the same steps run operator by operator."""
+"""Steps recorded as programs give the bits of the same steps run operator by operator."""
 
 from pathlib import Path
 from typing import Any
@@ -34,17 +34,18 @@ def load(folder: Path, quantization: str | None = None) -> Decoder:
 
 
 def logits_of(model: Decoder, recorded: bool) -> tuple[list[Tensor], Decoder]:
-    """Logits of three prompts, then of STEPS; between the steps one sequence computes a chunk."""
+    """Logits of three prompts, then of STEPS; between the steps one sequence computes a chunk, beside a decode."""
     runner = PagedRunner(model, dtype=torch.bfloat16)
     if recorded:
-        model.record_decodes(runner.kv_caches, max_rows=4, max_blocks=16)
+        model.record_steps(runner.kv_caches, max_rows=4, max_blocks=16)
     text = [(7 * position + 5) % VOCAB for position in range(120)]
     sequences = [Sequence(text[start:]) for start in (0, 3, 9)]
     found = runner.step([(sequence, n) for sequence, n in zip(sequences, (5, BLOCK_SIZE, 20), strict=True)])
+    found += runner.step([(sequence, 3) for sequence in sequences], last_only=True)
     for i, rows in enumerate(STEPS):
         found += runner.step([(sequences[row], 1) for row in rows])
         if i % 5 == 4:
-            found += runner.step([(sequences[0], 3), (sequences[1], 1)])
+            found += runner.step([(sequences[0], 3), (sequences[1], 1)], last_only=i % 10 == 9)
     return [part.clone() for part in found], model
 
 
@@ -57,6 +58,20 @@ def test_recorded_steps_have_the_same_bits(name: str, quantization: str | None, 
     for left, right in zip(expected, found, strict=True):
         assert torch.equal(left, right)
     assert model.recorded is not None and model.recorded.recorded_rows == [1, 2, 3]
+    assert model.recorded_steps is not None and not model.recorded_steps.refused
+
+
+def test_steps_with_prompts_keep_the_memory_of_the_largest(tmp_path: Path) -> None:
+    model = load(save(RECORDED["llama"], tmp_path))
+    runner = PagedRunner(model, dtype=torch.bfloat16)
+    model.record_steps(runner.kv_caches, max_rows=4, max_blocks=16)
+    assert model.recorded_steps is not None
+    sizes = []
+    for length in (100, 40, 99, 7, 101, *range(2, 100)):
+        runner.step([(sequence := Sequence([5] * 120), length)], last_only=True)
+        runner.free += sequence.block_ids
+        sizes.append(model.recorded_steps.num_bytes)
+    assert sizes[0] == sizes[3] and sizes[4] == sizes[-1] <= 1.02 * sizes[0]
 
 
 @pytest.mark.parametrize("config", [LlamaConfig, Gemma2Config])
@@ -64,7 +79,7 @@ def test_recorded_greedy_steps_find_the_largest_logits(config: type[PreTrainedCo
     """Gemma 2 has a soft cap on its logits."""
     model = load(save(config(**SIZES | {"vocab_size": 128}), tmp_path))
     runner = PagedRunner(model, dtype=torch.bfloat16)
-    model.record_decodes(runner.kv_caches, max_rows=4, max_blocks=16)
+    model.record_steps(runner.kv_caches, max_rows=4, max_blocks=16)
     found: list[Tensor | None] = []
     compute = model.forward
 
@@ -81,7 +96,7 @@ def test_recorded_greedy_steps_find_the_largest_logits(config: type[PreTrainedCo
         logits = torch.stack(runner.step([(sequences[row], 1) for row in rows]))
         tokens = found[-1]
         assert tokens is not None and tokens.tolist() == logits.float().reshape(len(rows), -1).argmax(-1).tolist()
-    assert found[0] is None, "a step with prompts is not recorded"
+    assert found[0] is None, "a step with prompts is no step of decodes"
 
 
 @pytest.mark.parametrize("layout", ["gptq 4 bits act-order", "awq", "compressed-tensors int8 asymmetric"])
@@ -103,3 +118,4 @@ def test_steps_with_operators_of_torch_are_not_recorded(tmp_path: Path) -> None:
     for left, right in zip(expected, found, strict=True):
         assert torch.equal(left, right)
     assert model.recorded is not None and not model.recorded.recorded_rows
+    assert model.recorded_steps is not None and model.recorded_steps.refused
