@@ -1,7 +1,6 @@
 """Sums, products and choices of rows, and the limits of logits: compiled on a CPU, so that a recorded program can hold
 them."""
 
-import torch
 from torch import Tensor
 
 from kernels.dispatch import cpu_kernels
@@ -38,7 +37,7 @@ def take_rows(x: Tensor, indices: Tensor) -> Tensor:
 def new_rows(x: Tensor) -> Tensor:
     """A tensor of x's shape for the results of kernels, not initialised."""
     cpu = cpu_kernels() if x.device.type == "cpu" else None
-    return cpu.parallel.empty(x.shape, x.dtype) if cpu else torch.empty_like(x)
+    return cpu.parallel.empty(x.shape, x.dtype) if cpu else x.new_empty(x.shape)
 
 
 def limit(x: Tensor, scale: float, cap: float) -> None:
