@@ -18,10 +18,14 @@ needs_dots = pytest.mark.skipif(cpu is None or cpu.linear not in cpu.MODULES, re
 
 
 def calls_of(work):
-    recording = cpu.program.Recording(cpu.program.Workspace())
+    """Descriptions of the kernel calls of `work`, each made once the kernel has run, as the profiler does."""
+    recording, found = cpu.program.Recording(cpu.program.Workspace()), []
     with cpu.parallel.recording_to(recording):
         work()
-    return [describe(kernel, packed) for kernel, packed in recording.calls]
+    for kernel, packed in recording.calls:
+        kernel.entry(packed)
+        found.append(describe(kernel, packed))
+    return found
 
 
 @needs_dots
@@ -49,8 +53,9 @@ def test_a_compressed_layer_reads_three_quarters_of_it():
 def test_only_the_experts_with_rows_are_read():
     gate_up, down = torch.randn(8, 128, 64).bfloat16(), torch.randn(8, 64, 64).bfloat16()
     packed = cpu.experts.PackedExperts(gate_up, down, None, None, cpu.activations.Gate("silu"), False, False)
-    chosen = torch.tensor([[0, 3], [3, 5], [5, 0]], dtype=torch.int32)
-    calls = calls_of(lambda: packed(torch.randn(3, 64).bfloat16(), chosen, torch.rand(3, 2)))
+    x, chosen = torch.randn(3, 64).bfloat16(), torch.tensor([[0, 3], [3, 5], [5, 0]], dtype=torch.int32)
+    weights = torch.rand(3, 2)
+    calls = calls_of(lambda: packed(x, chosen, weights))
     assert [call for call in calls if "linear" in call[0]] == [
         ("grouped linear and gate 64 -> 128", (3 * 2 * 128 * 64, 2 * 6 * 128 * 64)),
         ("grouped linear 64 -> 64", (3 * 2 * 64 * 64, 2 * 6 * 64 * 64)),
