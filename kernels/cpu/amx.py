@@ -24,8 +24,14 @@ DEPTH = 16  # words of a row in a tile
 BAND_ROWS = 2 * ROWS  # that are multiplied at a time: four tiles of sums, two of x, two of words
 COLUMNS = 64  # a panel has, see kernels/cpu/linear/panels.py
 LINES = DEPTH * COLUMNS // WIDTH  # cache lines of a panel for DEPTH words of a row
-STATE = 9  # int64 words of a thread's memory for `configure`
+MAX_BANDS = 8  # that multiply_panel takes
+_SHARED = 9  # place in STATE of the sums of rows that two bands share
+STATE = _SHARED + (MAX_BANDS - 1) * COLUMNS // 2  # int64 words of a thread's memory: see `configure`, `hold_shared`
 _I64 = ir.IntType(64)
+
+
+# Instructions for `for_sums`.
+LOAD, STORE, ZERO = "tileloadd {at}($0,$1,1), %tmm{tile}", "tilestored %tmm{tile}, {at}($0,$1,1)", "tilezero %tmm{tile}"
 
 
 @jit
@@ -69,11 +75,11 @@ def _release(typingctx):
 
 @jit
 def _configure_tiles(state, num_rows):
-    """Give the tiles the sizes for 1 to 32 rows, unless they have them. state [STATE]: what is loaded, and the number
-    of rows it is for, 0 at first."""
-    if read(state, STATE - 1) == num_rows:
+    """Give the tiles the sizes for 1 to 32 rows, unless they have them: it takes 400 cycles. state [STATE]: what is
+    loaded, and the number of rows it is for, 0 at first."""
+    if read(state, _SHARED - 1) == num_rows:
         return
-    write(state, STATE - 1, num_rows)
+    write(state, _SHARED - 1, num_rows)
     top, bottom = min(num_rows, ROWS), num_rows - ROWS
     for i in range(8):
         write(state, i, 0)
@@ -87,6 +93,74 @@ def _configure_tiles(state, num_rows):
     _load_configuration(state)
 
 
+@jit
+def bands_of(num_rows):
+    """(number of bands, rows of each). All have as many rows, so that the tiles keep their sizes; the last band begins
+    earlier where they would be too many."""
+    bands = (num_rows + BAND_ROWS - 1) // BAND_ROWS
+    return bands, (num_rows + bands - 1) // bands
+
+
+@jit
+def hold_shared(state, sums, last, shared):
+    """Note the sums of the rows that belong to both of the last bands, `shared` rows from the first row `last` of the
+    last band on, before any of them is raised."""
+    if shared > 0:
+        place, size = advance(state, _SHARED), 4 * COLUMNS * shared
+        simd.copy_bytes(simd.address(place), simd.address(advance(sums, last * COLUMNS)), size)
+
+
+@jit
+def restore_shared(state, sums, last, shared):
+    """Undo what the last band but one did to the rows that it shares with the last: the last does it again."""
+    if shared > 0:
+        place, size = advance(state, _SHARED), 4 * COLUMNS * shared
+        simd.copy_bytes(simd.address(advance(sums, last * COLUMNS)), simd.address(place), size)
+
+
+def _tile_of(bands, columns):
+    """The number of the tile that holds the sums of each (band, column)."""
+    return {(band, c): band * columns + c for band in range(bands) for c in range(columns)}
+
+
+def _bands_of(builder, pointer, row, bands):
+    return [builder.gep(pointer, [builder.mul(row, _number(ROWS * band))]) for band in range(bands)]
+
+
+def for_sums(builder, instruction, bands, columns, out, out_stride):
+    """Code: an instruction for each tile of sums and its place in `out`; out_stride in words."""
+    tiles, out_bytes = _tile_of(bands, columns), builder.mul(out_stride, _number(4))
+    for band, place in enumerate(_bands_of(builder, out, out_stride, bands)):
+        lines = [instruction.format(at=64 * c, tile=tiles[band, c]) for c in range(columns)]
+        _assembly(builder, lines, place, out_bytes)
+
+
+def add_products(builder, bands, columns, x, x_stride, words, stride, steps, meanwhile, pieces=1, dot="tdpbf16ps"):
+    """Code: raise the tiles of sums by x @ words, over `steps` steps of DEPTH words of a row. Strides in words.
+
+    meanwhile(piece): code that runs beside the tiles, `pieces` times a step, once or after each column; `piece` counts
+    how often it has run. A core works on some hundred instructions in a row at the same time, so vectors and tiles that
+    follow one another closely do not wait for each other.
+    """
+    tiles, first_x = _tile_of(bands, columns), 4
+    first_word = first_x + bands
+    x_bytes, word_bytes = builder.mul(x_stride, _number(4)), builder.mul(stride, _number(4))
+    with cgutils.for_range(builder, steps) as loop:
+        at = builder.mul(loop.index, _number(DEPTH))
+        rows = _bands_of(builder, builder.gep(x, [at]), x_stride, bands)
+        column = builder.gep(words, [builder.mul(at, stride)])
+        code = [f"tileloadd (${band},${bands + 1},1), %tmm{first_x + band}" for band in range(bands)]
+        for c in range(columns):
+            word = first_word + c % (8 - first_word)
+            code.append(f"tileloadd {64 * c}(${bands},${bands + 2},1), %tmm{word}")
+            code += [f"{dot} %tmm{word}, %tmm{first_x + band}, %tmm{tiles[band, c]}" for band in range(bands)]
+            if (c + 1) * pieces % columns == 0:
+                _assembly(builder, code, *rows, column, x_bytes, word_bytes)
+                piece = _number((c + 1) * pieces // columns - 1)
+                meanwhile(builder.add(builder.mul(loop.index, _number(pieces)), piece))
+                code = []
+
+
 def _multiply(bands, columns, doc, adds=True, dot="tdpbf16ps"):
     """An intrinsic: out[r, :] += x[r, :] @ words for the rows that are configured, in one band of up to sixteen or two,
     and 16 * `columns` columns; not `adds`: out[r, :] = x[r, :] @ words.
@@ -95,36 +169,18 @@ def _multiply(bands, columns, doc, adds=True, dot="tdpbf16ps"):
     gives int32. Strides in words; `steps` of DEPTH words of a row. Each step prefetches `lines` cache lines of `soon`,
     one after the other.
     """
-    sums = {(band, c): band * columns + c for band in range(bands) for c in range(columns)}
-    first_x = 4
-    first_word = first_x + bands
 
     def codegen(context, builder, sig, args):
         x, x_stride, words, stride, steps, out, out_stride, soon, lines = args
-        x_bytes, word_bytes, out_bytes = (builder.mul(s, _number(4)) for s in (x_stride, stride, out_stride))
 
-        def bands_of(pointer, row):
-            return [builder.gep(pointer, [builder.mul(row, _number(ROWS * band))]) for band in range(bands)]
-
-        def for_sums(instruction):
-            for band, place in enumerate(bands_of(out, out_stride)):
-                at = [(64 * c, sums[band, c]) for c in range(columns)]
-                _assembly(builder, [instruction.format(at=offset, tile=t) for offset, t in at], place, out_bytes)
-
-        for_sums("tileloadd {at}($0,$1,1), %tmm{tile}" if adds else "tilezero %tmm{tile}")
-        with cgutils.for_range(builder, steps) as loop:
-            at = builder.mul(loop.index, _number(DEPTH))
-            rows, column = bands_of(builder.gep(x, [at]), x_stride), builder.gep(words, [builder.mul(at, stride)])
-            code = [f"tileloadd (${band},${bands + 1},1), %tmm{first_x + band}" for band in range(bands)]
-            for c in range(columns):
-                word = first_word + c % (8 - first_word)
-                code.append(f"tileloadd {64 * c}(${bands},${bands + 2},1), %tmm{word}")
-                code += [f"{dot} %tmm{word}, %tmm{first_x + band}, %tmm{sums[band, c]}" for band in range(bands)]
-            _assembly(builder, code, *rows, column, x_bytes, word_bytes)
+        def prefetch(step):
             with cgutils.for_range(builder, lines) as line:
-                index = builder.add(builder.mul(loop.index, lines), line.index)
+                index = builder.add(builder.mul(step, lines), line.index)
                 simd.prefetch(builder, builder.gep(soon, [builder.mul(index, _number(WIDTH))]))
-        for_sums("tilestored %tmm{tile}, {at}($0,$1,1)")
+
+        for_sums(builder, LOAD if adds else ZERO, bands, columns, out, out_stride)
+        add_products(builder, bands, columns, x, x_stride, words, stride, steps, prefetch, dot=dot)
+        for_sums(builder, STORE, bands, columns, out, out_stride)
         return context.get_dummy_value()
 
     def typing(typingctx, x, x_stride, words, stride, steps, out, out_stride, soon, lines):
@@ -144,25 +200,50 @@ _set_bands, _add_bands = (_multiply(2, 2, "17 to 32 rows and 32 columns.", adds)
 def _multiply_panel(state, x, x_stride, panel, depth, num_rows, sums, soon, lines, adds):
     """sums[r, :] += x[r, :] @ panel, over `depth` words of a row, a multiple of DEPTH; not `adds`: sums[r, :] = x[r, :]
     @ panel. The bands of rows prefetch `lines` cache lines of `soon` per DEPTH words, each its share."""
-    steps, bands = depth // DEPTH, (num_rows + BAND_ROWS - 1) // BAND_ROWS
+    bands, size = bands_of(num_rows)
+    steps, last, shared = depth // DEPTH, num_rows - size, bands * size - num_rows
     lines //= bands
+    _configure_tiles(state, size)
+    hold_shared(state, sums, last, shared)
     for band in range(bands):
-        row = band * BAND_ROWS
-        count = min(BAND_ROWS, num_rows - row)
+        if band == bands - 1:
+            restore_shared(state, sums, last, shared)
+        row = min(band * size, last)
         a, out = advance(x, row * x_stride), advance(sums, row * COLUMNS)
-        later = advance(soon, row * lines * steps // 2)
-        _configure_tiles(state, count)
-        if count <= ROWS and adds:
+        later = advance(soon, band * lines * steps * WIDTH)
+        if size <= ROWS and adds:
             _add4(a, x_stride, panel, COLUMNS, steps, out, COLUMNS, later, lines)
-        elif count <= ROWS:
+        elif size <= ROWS:
             _set4(a, x_stride, panel, COLUMNS, steps, out, COLUMNS, later, lines)
         else:
             for column in range(0, COLUMNS, COLUMNS // 2):
-                place, share = advance(out, column), advance(later, column * lines * steps // 4)
+                place, share = advance(out, column), advance(later, column * lines * steps * WIDTH // COLUMNS)
                 if adds:
                     _add_bands(a, x_stride, advance(panel, column), COLUMNS, steps, place, COLUMNS, share, lines // 2)
                 else:
                     _set_bands(a, x_stride, advance(panel, column), COLUMNS, steps, place, COLUMNS, share, lines // 2)
+
+
+@intrinsic
+def _zero_sums(typingctx):
+    """Zeros for the sums of up to 16 rows and 64 columns, in their tiles."""
+
+    def codegen(context, builder, sig, args):
+        _assembly(builder, [ZERO.format(tile=tile) for tile in range(4)])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def _store_sums(typingctx, out):
+    """out[r, :] = the sums of up to 16 rows and 64 columns."""
+
+    def codegen(context, builder, sig, args):
+        for_sums(builder, STORE, 1, 4, *args, _number(COLUMNS))
+        return context.get_dummy_value()
+
+    return types.void(F32Pointer), codegen
 
 
 _integers_of_band = _multiply(1, 4, "Integers of up to 16 rows and 64 columns.", False, "tdpbsud")
@@ -182,6 +263,8 @@ def _multiply_integers(state, x, x_stride, panel, depth, num_rows, out):
                                panel, 0)  # fmt: skip
 
 
-_FUNCTIONS = _configure_tiles, _release, _multiply_panel, _set2, _set4, _add2, _add4
-configure, release, multiply_panel, set2, set4, add2, add4 = _FUNCTIONS if HAS_BF16_TILES else [never] * 7
+_FUNCTIONS = _configure_tiles, _release, _zero_sums, _store_sums, _multiply_panel, _set2, _set4, _add2, _add4
+configure, release, zero_sums, store_sums, multiply_panel, set2, set4, add2, add4 = (
+    _FUNCTIONS if HAS_BF16_TILES else [never] * 9
+)
 multiply_integers = _multiply_integers if HAS_INT8_TILES else never

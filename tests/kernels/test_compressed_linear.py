@@ -52,7 +52,7 @@ def test_few_rows_have_the_bits_of_plain_weights(shape, make, monkeypatch):
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
-            for rows in [*range(10), 16, 17, 32, 33, 96, 97]:
+            for rows in [*range(10), 16, 17, 32, 33, 65, 128, 129]:
                 x = inputs_of(shape, rows)
                 assert layer(x).view(torch.int16).equal(plain(x).view(torch.int16)), rows
                 assert layer.compressed.takes(x) == (0 < rows <= cpu.compressed_linear.MAX_ROWS)
@@ -107,7 +107,7 @@ def test_a_gated_layer_has_the_bits_of_plain_weights(with_bias, name):
     bias = torch.randn(shape[0]).bfloat16() if with_bias else None
     layer, plain = (PackedGatedLinear(weight, bias, name, compresses) for compresses in (True, False))
     assert layer.compressed is not None and plain.compressed is None
-    for rows in [*range(8), 16, 17, 32, 33, 96, 97]:
+    for rows in [*range(8), 16, 17, 32, 33, 65, 128, 129]:
         x = inputs_of(shape, rows)
         assert layer(x).equal(plain(x)), rows
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from kernels import huge_pages
 from kernels.cpu import amx, simd
 from kernels.cpu.codes import WIDTH, F32Pointer
-from kernels.cpu.dots import LANES, broadcast, by_rows, dot, lanes, look_up, vector_at
+from kernels.cpu.dots import LANES, broadcast, by_rows, dot, lanes, look_up, never, vector_at
 from kernels.cpu.elementwise.activations import Gate
 from kernels.cpu.features import HAS_AVX512, HAS_BF16_DOT, HAS_BF16_TILES
 from kernels.cpu.linear.panels import (
@@ -43,14 +43,14 @@ from kernels.cpu.simd import I32Pointer, advance, read, splat, store, write
 
 # 24 sums, 4 decoded words, a word of x and 3 constants fill the 32 registers. Without vdpbf16ps a row takes more
 # arithmetic, and AVX2 has neither vpermw nor 32 registers: more rows take as long as with plain weights, or longer. AMX
-# multiplies faster than memory is read: 1, 16, 64 and 96 rows took 1.3, 1.2, 1.2 and 1.1 times as long plain.
-MAX_ROWS = 96 if HAS_BF16_TILES else 6 if HAS_BF16_DOT else 4 if HAS_AVX512 else 2
-DECODED = 2 * amx.DEPTH  # words of a panel that are decoded at a time for AMX, 8 KiB; with 16 KiB nothing is gained
+# multiplies faster than memory is read.
+MAX_ROWS = 128 if HAS_BF16_TILES else 6 if HAS_BF16_DOT else 4 if HAS_AVX512 else 2
+# Words of a panel that are decoded at a time for more than 16 rows and AMX, 8 KiB. With 16 KiB L1 is too small.
+DECODED = 2 * amx.DEPTH
 VECTORS = COLUMNS // WIDTH
 WORDS = 3 * WIDTH  # 32-bit words that hold a pair of inputs of 64 outputs: codes, and signs and mantissas twice
-# Prefetch distance in words, 6 KiB: as much as plain panels want reads a twentieth slower. AMX wants 24 KiB, because
-# nothing is prefetched while it multiplies.
-AHEAD = (128 if HAS_BF16_TILES else 32) * WORDS
+# Prefetch distance in words, 6 KiB, or 12 with AMX: as much as plain panels want reads a twentieth slower.
+AHEAD = (64 if HAS_BF16_TILES else 32) * WORDS
 EXPONENTS = 16
 REST = 0x807F807F - (1 << 32)  # sign and mantissa of both numbers of a word
 MAX_OTHER = 1 / 16  # most pairs of inputs stored plain: at 0.05, 1 row is 1.2 times as fast as plain, 6 rows 1.0
@@ -136,39 +136,155 @@ def _multiply_panel(num_rows, x, x_stride, panel, words, table, others, plain, o
         word = stop + 1
 
 
+def _decode_words(builder, panel, first, count, exponents, target):
+    """Code: target[word, :] = the bf16 pairs of 64 outputs, for the words first : first + count of a panel."""
+    with cgutils.for_range(builder, count) as loop:
+        word = builder.add(first, loop.index)
+        at = builder.mul(word, ir.Constant(_I64, WORDS))
+        for line in range(0, WORDS, WIDTH):
+            simd.prefetch(builder, builder.gep(panel, [builder.add(at, ir.Constant(_I64, AHEAD + line))]))
+        row = builder.mul(word, ir.Constant(_I64, COLUMNS))
+        for v, words in enumerate(_decoded(builder, panel, at, exponents)):
+            place = vector_at(builder, target, builder.add(row, ir.Constant(_I64, v * WIDTH)), _I32V)
+            builder.store(words, place, align=4)
+
+
+def _exponents_of(builder, table):
+    return builder.load(vector_at(builder, table, ir.Constant(_I64, 0), LANES), align=4)
+
+
 @intrinsic
 def _decode(typingctx, panel, depth, table, target):
     """target[word, :] = the bf16 pairs of 64 outputs, for `depth` words of a panel."""
 
     def codegen(context, builder, sig, args):
         panel, depth, table, target = args
-        exponents = builder.load(vector_at(builder, table, ir.Constant(_I64, 0), LANES), align=4)
-        with cgutils.for_range(builder, depth) as loop:
-            at = builder.mul(loop.index, ir.Constant(_I64, WORDS))
-            for line in range(0, WORDS, WIDTH):
-                simd.prefetch(builder, builder.gep(panel, [builder.add(at, ir.Constant(_I64, AHEAD + line))]))
-            row = builder.mul(loop.index, ir.Constant(_I64, COLUMNS))
-            for v, words in enumerate(_decoded(builder, panel, at, exponents)):
-                place = vector_at(builder, target, builder.add(row, ir.Constant(_I64, v * WIDTH)), _I32V)
-                builder.store(words, place, align=4)
+        _decode_words(builder, panel, ir.Constant(_I64, 0), depth, _exponents_of(builder, table), target)
         return context.get_dummy_value()
 
     return types.void(I32Pointer, types.int64, I32Pointer, I32Pointer), codegen
 
 
+def _add_and_decode(builder, bands, columns, x, x_stride, decoded, steps, panel, num_words, share, table, target):
+    """Code: amx.add_products of 64 * DEPTH decoded words a step, which decodes another part of the panel meanwhile:
+    `share` words for each column of tiles, up to `num_words`."""
+    exponents = _exponents_of(builder, table)
+
+    def meanwhile(piece):
+        first = builder.mul(piece, share)
+        left = builder.sub(num_words, first)
+        count = builder.select(builder.icmp_signed("<", left, share), left, share)  # below 1: none
+        _decode_words(builder, panel, first, count, exponents, target)
+
+    stride = ir.Constant(_I64, COLUMNS)
+    amx.add_products(builder, bands, columns, x, x_stride, decoded, stride, steps, meanwhile, columns)
+
+
+@intrinsic
+def _add_in_tiles(typingctx, x, x_stride, decoded, panel, num_words, share, table, target):
+    """Raise the sums of up to 16 rows and 64 columns, in their tiles, by x @ decoded over DEPTH words; meanwhile
+    decode: see _add_and_decode."""
+
+    def codegen(context, builder, sig, args):
+        x, x_stride, decoded, *rest = args
+        _add_and_decode(builder, 1, 4, x, x_stride, decoded, ir.Constant(_I64, 1), *rest)
+        return context.get_dummy_value()
+
+    i64, i32 = types.int64, I32Pointer
+    return types.void(i32, i64, i32, i32, i64, i64, i32, i32), codegen
+
+
+@intrinsic
+def _add_bands(typingctx, x, x_stride, decoded, steps, sums, panel, num_words, share, table, target):
+    """sums[r, :] += x[r, :] @ decoded for 17 to 32 rows and 32 columns, over `steps` times DEPTH words; meanwhile
+    decode: see _add_and_decode."""
+
+    def codegen(context, builder, sig, args):
+        x, x_stride, decoded, steps, sums, *rest = args
+        stride = ir.Constant(_I64, COLUMNS)
+        amx.for_sums(builder, amx.LOAD, 2, 2, sums, stride)
+        _add_and_decode(builder, 2, 2, x, x_stride, decoded, steps, *rest)
+        amx.for_sums(builder, amx.STORE, 2, 2, sums, stride)
+        return context.get_dummy_value()
+
+    i64, i32 = types.int64, I32Pointer
+    return types.void(i32, i64, i32, i64, F32Pointer, i32, i64, i64, i32, i32), codegen
+
+
 @jit
-def _multiply_decoded(state, num_rows, x, x_stride, panel, words, table, others, plain, other, last, decoded, sums):
-    """As _multiply_panel, by AMX. decoded: room for DECODED words of the panel, which stay in L1 between vectors and
-    tiles."""
-    most = DECODED if num_rows > amx.ROWS else amx.DEPTH
-    for first in range(0, words, most):
-        depth = min(most, words - first)
-        _decode(advance(panel, first * WORDS), depth, table, decoded)
-        while other < last and np.int64(read(others, other)) < first + depth:
-            place = advance(decoded, (np.int64(read(others, other)) - first) * COLUMNS)
-            simd.copy_bytes(simd.address(place), simd.address(advance(plain, other * COLUMNS)), 4 * COLUMNS)
-            other += 1
-        amx.multiply_panel(state, advance(x, first), x_stride, decoded, depth, num_rows, sums, decoded, 0, True)
+def _put_others(others, plain, other, last, first, depth, decoded):
+    """Write the words first : first + depth that are stored plain to their places in `decoded`; returns the next of
+    them."""
+    while other < last and np.int64(read(others, other)) < first + depth:
+        place = advance(decoded, (np.int64(read(others, other)) - first) * COLUMNS)
+        simd.copy_bytes(simd.address(place), simd.address(advance(plain, other * COLUMNS)), 4 * COLUMNS)
+        other += 1
+    return other
+
+
+@jit
+def _multiply_few(state, num_rows, x, x_stride, panel, words, table, others, plain, other, last, rooms, sums):
+    """As _multiply_decoded, for up to 16 rows: their sums stay in tiles."""
+    amx.configure(state, num_rows)
+    amx.zero_sums()
+    _decode(panel, amx.DEPTH, table, rooms)
+    other = _put_others(others, plain, other, last, 0, amx.DEPTH, rooms)
+    now, later = rooms, advance(rooms, amx.DEPTH * COLUMNS)
+    for first in range(0, words, amx.DEPTH):
+        then = first + amx.DEPTH
+        num_words = amx.DEPTH if then < words else 0
+        _add_in_tiles(advance(x, first), x_stride, now, advance(panel, then * WORDS), num_words, amx.DEPTH // 4, table,
+                      later)  # fmt: skip
+        if num_words > 0:
+            other = _put_others(others, plain, other, last, then, num_words, later)
+        now, later = later, now
+    amx.store_sums(sums)
+
+
+@jit
+def _multiply_many(state, num_rows, x, x_stride, panel, words, table, others, plain, other, last, rooms, sums):
+    """As _multiply_decoded, for more than 16 rows."""
+    bands, size = amx.bands_of(num_rows)
+    last_row, shared = num_rows - size, bands * size - num_rows
+    share = (DECODED + 8 * bands - 1) // (8 * bands)  # a band has two steps of four columns of tiles
+    amx.configure(state, size)
+    for i in range(0, num_rows * COLUMNS, WIDTH):
+        store(sums, i, splat(ZERO))
+    _decode(panel, min(DECODED, words), table, rooms)
+    other = _put_others(others, plain, other, last, 0, DECODED, rooms)
+    now, later = rooms, advance(rooms, DECODED * COLUMNS)
+    for first in range(0, words, DECODED):
+        then = first + DECODED
+        steps, num_words = min(DECODED, words - first) // amx.DEPTH, min(DECODED, words - then)
+        rest, target = advance(panel, then * WORDS), later
+        amx.hold_shared(state, sums, last_row, shared)
+        for band in range(bands):
+            if band == bands - 1:
+                amx.restore_shared(state, sums, last_row, shared)
+            row = min(band * size, last_row)
+            a, out = advance(x, row * x_stride + first), advance(sums, row * COLUMNS)
+            for column in range(0, COLUMNS, COLUMNS // 2):
+                _add_bands(a, x_stride, advance(now, column), steps, advance(out, column), rest, num_words, share,
+                           table, target)  # fmt: skip
+                count = 2 * steps * share
+                rest, target = advance(rest, count * WORDS), advance(target, count * COLUMNS)
+                num_words -= count
+        if then < words:
+            other = _put_others(others, plain, other, last, then, DECODED, later)
+        now, later = later, now
+
+
+@jit
+def _multiply_decoded(state, num_rows, x, x_stride, panel, words, table, others, plain, other, last, rooms, sums):
+    """sums[r, :] = x[r, :] @ panel by AMX. rooms: for twice DECODED words of the panel, which stay in L1 between
+    vectors and tiles: while some are multiplied, the next are decoded."""
+    if num_rows <= amx.ROWS:
+        _multiply_few(state, num_rows, x, x_stride, panel, words, table, others, plain, other, last, rooms, sums)
+    else:
+        _multiply_many(state, num_rows, x, x_stride, panel, words, table, others, plain, other, last, rooms, sums)
+
+
+multiply_decoded = _multiply_decoded if HAS_BF16_TILES else never
 
 
 @parallel_kernel("16q2d")
@@ -186,8 +302,8 @@ def _compressed_linear(args):
     scratch, tiles = np.empty(MAX_ROWS * COLUMNS + WIDTH, np.float32), np.zeros(amx.STATE, np.int64)
     sums = simd.pointer_f32((scratch.ctypes.data + 63) // 64 * 64)
     state = simd.pointer_i64(tiles.ctypes.data)
-    room = np.empty(DECODED * COLUMNS + WIDTH if HAS_BF16_TILES else 1, np.int32)
-    decoded = simd.pointer_i32((room.ctypes.data + 63) // 64 * 64)
+    memory = np.empty(2 * DECODED * COLUMNS + WIDTH if HAS_BF16_TILES else 1, np.int32)
+    rooms = simd.pointer_i32((memory.ctypes.data + 63) // 64 * 64)
     items = count_items(args[1], table, num_panels)
     item = next_item(args)
     while item < items:
@@ -195,16 +311,16 @@ def _compressed_linear(args):
         panel, column, terms = matrix * num_panels + place, place * COLUMNS, bias
         if simd.address(bias) != 0:
             terms = advance(bias, matrix * out_features)
-        for i in range(0, rows * COLUMNS, WIDTH):
-            store(sums, i, splat(ZERO))
         a, panel_codes, exponents = (
             advance(x, begin * x_stride), advance(codes, panel * words * WORDS), advance(tables, panel * WIDTH)
         )  # fmt: skip
         other, last = np.int64(read(starts, panel)), np.int64(read(starts, panel + 1))
         if HAS_BF16_TILES:
-            _multiply_decoded(state, rows, a, x_stride, panel_codes, words, exponents, others, plain, other, last,
-                               decoded, sums)  # fmt: skip
+            multiply_decoded(state, rows, a, x_stride, panel_codes, words, exponents, others, plain, other, last,
+                             rooms, sums)  # fmt: skip
         else:
+            for i in range(0, rows * COLUMNS, WIDTH):
+                store(sums, i, splat(ZERO))
             _multiply_panel(rows, a, x_stride, panel_codes, words, exponents, others, plain, other, last, sums)
         if function < 0:
             store_outputs(sums, terms, out, out_features, rows, begin, column)
@@ -216,7 +332,7 @@ def _compressed_linear(args):
         amx.release()
     simd.keep(scratch)
     simd.keep(tiles)
-    simd.keep(room)
+    simd.keep(memory)
 
 
 @jit
