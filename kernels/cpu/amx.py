@@ -25,8 +25,8 @@ BAND_ROWS = 2 * ROWS  # that are multiplied at a time: four tiles of sums, two o
 COLUMNS = 64  # a panel has, see kernels/cpu/linear/panels.py
 LINES = DEPTH * COLUMNS // WIDTH  # cache lines of a panel for DEPTH words of a row
 MAX_BANDS = 8  # that multiply_panel takes
-_SHARED = 9  # place in STATE of the sums of rows that two bands share
-STATE = _SHARED + (MAX_BANDS - 1) * COLUMNS // 2  # int64 words of a thread's memory: see `configure`, `hold_shared`
+CONFIGURATION = 9  # int64 words of a thread's memory for `configure`
+STATE = CONFIGURATION + (MAX_BANDS - 1) * COLUMNS // 2  # and for `hold_shared`
 _I64 = ir.IntType(64)
 
 
@@ -75,11 +75,11 @@ def _release(typingctx):
 
 @jit
 def _configure_tiles(state, num_rows):
-    """Give the tiles the sizes for 1 to 32 rows, unless they have them: it takes 400 cycles. state [STATE]: what is
-    loaded, and the number of rows it is for, 0 at first."""
-    if read(state, _SHARED - 1) == num_rows:
+    """Give the tiles the sizes for 1 to 32 rows, unless they have them: it takes 400 cycles. state
+    [CONFIGURATION]: what is loaded, and the number of rows it is for, 0 at first."""
+    if read(state, CONFIGURATION - 1) == num_rows:
         return
-    write(state, _SHARED - 1, num_rows)
+    write(state, CONFIGURATION - 1, num_rows)
     top, bottom = min(num_rows, ROWS), num_rows - ROWS
     for i in range(8):
         write(state, i, 0)
@@ -106,7 +106,7 @@ def hold_shared(state, sums, last, shared):
     """Note the sums of the rows that belong to both of the last bands, `shared` rows from the first row `last` of the
     last band on, before any of them is raised."""
     if shared > 0:
-        place, size = advance(state, _SHARED), 4 * COLUMNS * shared
+        place, size = advance(state, CONFIGURATION), 4 * COLUMNS * shared
         simd.copy_bytes(simd.address(place), simd.address(advance(sums, last * COLUMNS)), size)
 
 
@@ -114,7 +114,7 @@ def hold_shared(state, sums, last, shared):
 def restore_shared(state, sums, last, shared):
     """Undo what the last band but one did to the rows that it shares with the last: the last does it again."""
     if shared > 0:
-        place, size = advance(state, _SHARED), 4 * COLUMNS * shared
+        place, size = advance(state, CONFIGURATION), 4 * COLUMNS * shared
         simd.copy_bytes(simd.address(advance(sums, last * COLUMNS)), simd.address(place), size)
 
 
@@ -246,6 +246,26 @@ def _store_sums(typingctx, out):
     return types.void(F32Pointer), codegen
 
 
+@intrinsic
+def _multiply_keys(typingctx, keys, stride, queries, steps, scores):
+    """scores [16, 16] = keys @ queries, over `steps` steps of DEPTH words: sixteen keys, rows of `stride` words, and
+    the words of sixteen queries, int32 [steps * DEPTH, 16]. The tiles have the sizes for 16 rows."""
+
+    def codegen(context, builder, sig, args):
+        keys, stride, queries, steps, scores = args
+        key_bytes, line = builder.mul(stride, _number(4)), _number(64)
+        _assembly(builder, [ZERO.format(tile=7)])
+        with cgutils.for_range(builder, steps) as loop:
+            at = builder.mul(loop.index, _number(DEPTH))
+            places = builder.gep(keys, [at]), key_bytes, builder.gep(queries, [builder.mul(at, _number(ROWS))]), line
+            loads = "tileloadd ($0,$1,1), %tmm5", "tileloadd ($2,$3,1), %tmm6"
+            _assembly(builder, [*loads, "tdpbf16ps %tmm6, %tmm5, %tmm7"], *places)
+        _assembly(builder, [STORE.format(at=0, tile=7)], scores, line)
+        return context.get_dummy_value()
+
+    return types.void(I32Pointer, types.int64, I32Pointer, types.int64, F32Pointer), codegen
+
+
 _integers_of_band = _multiply(1, 4, "Integers of up to 16 rows and 64 columns.", False, "tdpbsud")
 _integers_of_bands = _multiply(2, 2, "Integers of 17 to 32 rows and 32 columns.", False, "tdpbsud")
 
@@ -267,4 +287,5 @@ _FUNCTIONS = _configure_tiles, _release, _zero_sums, _store_sums, _multiply_pane
 configure, release, zero_sums, store_sums, multiply_panel, set2, set4, add2, add4 = (
     _FUNCTIONS if HAS_BF16_TILES else [never] * 9
 )
+multiply_keys = _multiply_keys if HAS_BF16_TILES else never
 multiply_integers = _multiply_integers if HAS_INT8_TILES else never

@@ -2,7 +2,8 @@
 
 Queries and keys are multiplied as 32-bit words of two neighbouring elements, probabilities and values as words of two
 neighbouring tokens: half the multiplications of widened fp32, and no widening. Up to four heads of a group share each
-row of keys or values in registers. Sums are fp32; probabilities are rounded to bf16, like in FlashAttention.
+row of keys or values in registers. With AMX, scores are multiplied in tiles: key_tiles.py. Sums are fp32; probabilities
+are rounded to bf16, like in FlashAttention.
 """
 
 import numpy as np
@@ -13,7 +14,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from kernels.cpu import simd
+from kernels.cpu import amx, simd
+from kernels.cpu.attention import key_tiles
 from kernels.cpu.attention import rows as loops
 from kernels.cpu.attention.items import ARGUMENTS, items_with
 from kernels.cpu.codes import WIDTH, F32Pointer
@@ -267,12 +269,15 @@ def attend_rows(q, q_stride, out, k_cache, v_cache, tables, table_stride, first,
     base = first_block * block_size  # the token of the first score
     words, queries = head_dim // 2, num_heads * num_rows * group
     stride = (longest - base + WIDTH - 1) // WIDTH * WIDTH
-    scratch = np.empty(queries * (stride + head_dim + words + 1) + words, np.float32)
+    in_tiles = key_tiles.takes(block_size)
+    room_words = key_tiles.room_words(num_heads, num_rows * group, head_dim) if in_tiles else 0
+    scratch = np.empty(queries * (stride + head_dim + words + 1) + words + room_words, np.float32)
     scores = simd.pointer_f32(scratch.ctypes.data)  # [num_heads, num_rows, group, stride]
     acc = advance(scores, queries * stride)  # [num_heads, num_rows, group, head_dim]
     zeros = words_at(advance(acc, queries * head_dim))
     gathered = advance(zeros, words)  # the queries: [num_heads, num_rows, group, words]
-    inverses = simd.pointer_f32(simd.address(advance(gathered, queries * words)))
+    room = advance(gathered, queries * words)
+    inverses = simd.pointer_f32(simd.address(advance(room, room_words)))
     for i in range(0, queries * head_dim + words, WIDTH):
         store(acc, i, splat(ZERO))
     if num_rows == 1:
@@ -287,9 +292,14 @@ def attend_rows(q, q_stride, out, k_cache, v_cache, tables, table_stride, first,
     for part in range(-1 if shared > 0 else 0, num_rows):
         r, count, begin, last, end = _part(part, *rows)
         i = r * group
-        _score_blocks(advance(gathered, i * words), count * group, num_rows * group, k_cache, v_cache,
-                      advance(tables, r * table_stride), begin, last, base, end, *heads, scale,
-                      advance(scores, i * stride), stride)  # fmt: skip
+        if in_tiles:
+            key_tiles.score_blocks(advance(gathered, i * words), count * group, num_rows * group, k_cache, v_cache,
+                                   advance(tables, r * table_stride), begin, last, base, end, *heads, scale,
+                                   advance(scores, i * stride), stride, AHEAD, room)  # fmt: skip
+        else:
+            _score_blocks(advance(gathered, i * words), count * group, num_rows * group, k_cache, v_cache,
+                          advance(tables, r * table_stride), begin, last, base, end, *heads, scale,
+                          advance(scores, i * stride), stride)  # fmt: skip
     i = 0
     for h in range(num_heads):
         for r in range(num_rows):
@@ -324,8 +334,14 @@ _attend_items = items_with(attend_rows)
 
 @parallel_kernel(ARGUMENTS)
 def attention_pairs_bf16(args):
-    pointer = simd.pointer_bf16
+    pointer, sizes = simd.pointer_bf16, np.zeros(amx.CONFIGURATION, np.int64)
+    in_tiles = key_tiles.takes(args[10])
+    if in_tiles:
+        amx.configure(simd.pointer_i64(sizes.ctypes.data), amx.ROWS)
     _attend_items(args, pointer(args[2]), pointer(args[3]), pointer(args[4]), pointer(args[5]))
+    if in_tiles:
+        amx.release()
+    simd.keep(sizes)
 
 
 def supports_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:

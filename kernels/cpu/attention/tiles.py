@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kernels.cpu import amx, codes, simd
 from kernels.cpu.attention.rows import block, find_sequence, heads_of, words
+from kernels.cpu.attention.transpose import transposed
 from kernels.cpu.codes import WIDTH, F32Pointer, Vec
 from kernels.cpu.dots import broadcast, exp2_fp32, multiply, power_of_two, vector_at, words_at
 from kernels.cpu.elementwise.activations import tanh
@@ -74,22 +75,13 @@ def _num_words(pointer, count):
 
 @intrinsic
 def _transpose(typingctx, source, source_stride, target, target_stride):
-    """Transpose sixteen rows of sixteen 32-bit words, in four rounds of exchanges between rows (a butterfly)."""
+    """target[i, j] = source[j, i] for sixteen rows of sixteen 32-bit words."""
 
     def codegen(context, builder, sig, args):
         source, source_stride, target, target_stride = args
         at = [builder.mul(source_stride, ir.Constant(_I64, i)) for i in range(WIDTH)]
         rows = [builder.load(vector_at(builder, source, index, _I32V), align=2) for index in at]
-        for distance in (8, 4, 2, 1):
-            for i in range(WIDTH):
-                if i & distance:
-                    continue
-                a, b = rows[i], rows[i | distance]
-                low = [lane if not lane & distance else WIDTH + (lane ^ distance) for lane in range(WIDTH)]
-                high = [WIDTH + lane if lane & distance else lane ^ distance for lane in range(WIDTH)]
-                rows[i] = builder.shuffle_vector(a, b, ir.Constant(_I32V, low))
-                rows[i | distance] = builder.shuffle_vector(a, b, ir.Constant(_I32V, high))
-        for i, row in enumerate(rows):
+        for i, row in enumerate(transposed(builder, rows)):
             index = builder.mul(target_stride, ir.Constant(_I64, i))
             builder.store(row, vector_at(builder, target, index, _I32V), align=4)
         return context.get_dummy_value()
