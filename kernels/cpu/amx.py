@@ -249,7 +249,8 @@ def _store_sums(typingctx, out):
 @intrinsic
 def _multiply_keys(typingctx, keys, stride, queries, steps, scores):
     """scores [16, 16] = keys @ queries, over `steps` steps of DEPTH words: sixteen keys, rows of `stride` words, and
-    the words of sixteen queries, int32 [steps * DEPTH, 16]. The tiles have the sizes for 16 rows."""
+    the words of sixteen queries, int32 [steps * DEPTH, 16]. The tiles have the sizes for up to 16 rows, which leave
+    three tiles of sixteen."""
 
     def codegen(context, builder, sig, args):
         keys, stride, queries, steps, scores = args
@@ -264,6 +265,49 @@ def _multiply_keys(typingctx, keys, stride, queries, steps, scores):
         return context.get_dummy_value()
 
     return types.void(I32Pointer, types.int64, I32Pointer, types.int64, F32Pointer), codegen
+
+
+def _weighted_sums(columns):
+    """Three intrinsics for `columns` tiles of sums of up to 16 rows: load them, raise them by weighted numbers, store
+    them.
+
+    Numbers lie in memory as they are, two in a word, and both belong to the same weight. Weights are words with a zero:
+    those with the weight in the lower half leave only the first number of each word, and the others only the second.
+    So two tiles of sums, of first and of second numbers, belong to a tile of sixteen words.
+    """
+
+    @intrinsic
+    def load(typingctx, out, out_stride):
+        def codegen(context, builder, sig, args):
+            for_sums(builder, LOAD, 1, columns, *args)
+            return context.get_dummy_value()
+
+        return types.void(F32Pointer, types.int64), codegen
+
+    @intrinsic
+    def add(typingctx, firsts, seconds, stride, numbers, words):
+        def codegen(context, builder, sig, args):
+            firsts, seconds, stride, numbers, words = args
+            code = [f"tileloadd {64 * c}($2,$4,1), %tmm{5 + c}" for c in range(columns // 2)]
+            for half in range(2):
+                code.append(f"tileloadd (${half},$3,1), %tmm4")
+                code += [f"tdpbf16ps %tmm{5 + c}, %tmm4, %tmm{2 * c + half}" for c in range(columns // 2)]
+            sizes = builder.mul(stride, _number(4)), builder.mul(words, _number(4))
+            _assembly(builder, code, firsts, seconds, numbers, *sizes)
+            return context.get_dummy_value()
+
+        i64 = types.int64
+        return types.void(F32Pointer, F32Pointer, i64, I32Pointer, i64), codegen
+
+    @intrinsic
+    def store(typingctx, out, out_stride):
+        def codegen(context, builder, sig, args):
+            for_sums(builder, STORE, 1, columns, *args)
+            return context.get_dummy_value()
+
+        return types.void(F32Pointer, types.int64), codegen
+
+    return load, add, store
 
 
 _integers_of_band = _multiply(1, 4, "Integers of up to 16 rows and 64 columns.", False, "tdpbsud")
@@ -288,4 +332,7 @@ configure, release, zero_sums, store_sums, multiply_panel, set2, set4, add2, add
     _FUNCTIONS if HAS_BF16_TILES else [never] * 9
 )
 multiply_keys = _multiply_keys if HAS_BF16_TILES else never
+(load2, weigh2, store2), (load4, weigh4, store4) = (
+    _weighted_sums(columns) if HAS_BF16_TILES else [never] * 3 for columns in (2, 4)
+)
 multiply_integers = _multiply_integers if HAS_INT8_TILES else never

@@ -2,8 +2,8 @@
 
 Queries and keys are multiplied as 32-bit words of two neighbouring elements, probabilities and values as words of two
 neighbouring tokens: half the multiplications of widened fp32, and no widening. Up to four heads of a group share each
-row of keys or values in registers. With AMX, scores are multiplied in tiles: key_tiles.py. Sums are fp32; probabilities
-are rounded to bf16, like in FlashAttention.
+row of keys or values in registers. With AMX, tiles take the place of these loops: decode_tiles.py. Sums are fp32;
+probabilities are rounded to bf16, like in FlashAttention.
 """
 
 import numpy as np
@@ -15,12 +15,12 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from kernels.cpu import amx, simd
-from kernels.cpu.attention import key_tiles
+from kernels.cpu.attention import decode_tiles
 from kernels.cpu.attention import rows as loops
 from kernels.cpu.attention.items import ARGUMENTS, items_with
 from kernels.cpu.codes import WIDTH, F32Pointer
 from kernels.cpu.dots import broadcast, dot, exp2, vector_at, words_at
-from kernels.cpu.features import HAS_BF16_DOT
+from kernels.cpu.features import HAS_BF16_DOT, HAS_BF16_TILES
 from kernels.cpu.parallel import jit, parallel_kernel
 from kernels.cpu.simd import BF16Pointer, I32Pointer, advance, load, read, splat, store, write
 
@@ -36,8 +36,9 @@ _I16V2 = ir.VectorType(ir.IntType(16), 2 * WIDTH)
 # One instruction each: pairs from two rows of 32 elements, of elements 0-3, 8-11, 16-19 and 24-27, or of the others.
 _FIRST_FOURS = [8 * lane + i + row for lane in range(4) for i in range(4) for row in (0, 32)]
 _LAST_FOURS = [place + 4 for place in _FIRST_FOURS]
-# Places of elements 0-15 and 16-31 in the sums over such pairs.
-_IN_ORDER = [[16 * (d // 4 % 2) + d // 8 * 4 + d % 4 for d in range(first, first + 16)] for first in (0, 16)]
+# Places of elements 0-15 and 16-31 in the sums over such pairs, and in those of decode_tiles.py.
+_IN_FOURS = [[16 * (d // 4 % 2) + d // 8 * 4 + d % 4 for d in range(first, first + 16)] for first in (0, 16)]
+_IN_TURNS = [[16 * (d % 2) + d // 2 for d in range(first, first + 16)] for first in (0, 16)]
 
 
 def _constant(value):
@@ -125,20 +126,29 @@ _scores1, _scores2, _scores3, _scores4 = (_scores(heads) for heads in range(1, H
 _sums1, _sums2, _sums3, _sums4 = (_sums(heads) for heads in range(1, HEADS + 1))
 
 
-@intrinsic
-def _store_in_order(typingctx, acc, scale, out):
-    """out[:32] = acc[:32] * scale, rounded to bf16, from _FIRST_FOURS' order."""
+def _store(order, doc):
+    """An intrinsic: out[:32] = acc[:32] * scale, rounded to bf16; `order`: the places of elements in acc."""
 
     def codegen(context, builder, sig, args):
         acc, scale, out = args
         halves = [builder.load(vector_at(builder, acc, _constant(i), _F32V), align=4) for i in (0, WIDTH)]
-        for i, places in enumerate(_IN_ORDER):
+        for i, places in enumerate(order):
             vector = builder.fmul(builder.shuffle_vector(*halves, _indices(places)), broadcast(builder, scale))
             rounded = simd.round_to_bf16(builder, vector)
             builder.store(rounded, vector_at(builder, out, _constant(i * WIDTH), rounded.type), align=2)
         return context.get_dummy_value()
 
-    return types.void(F32Pointer, types.float32, BF16Pointer), codegen
+    def typing(typingctx, acc, scale, out):
+        return types.void(F32Pointer, types.float32, BF16Pointer), codegen
+
+    typing.__doc__ = doc
+    return intrinsic(typing)
+
+
+_store_fours, _store_turns = (
+    _store(_IN_FOURS, "From _FIRST_FOURS' order."),
+    _store(_IN_TURNS, "Even elements, then odd."),
+)
 
 
 @jit
@@ -177,9 +187,10 @@ def _add_pairs(probs, probs_stride, first, second, ahead, num_pairs, num_queries
 
 
 @jit
-def _softmax(scores, begin, end, padded, sinks):
+def _softmax(scores, firsts, begin, end, padded, sinks):
     """Replace scores[:padded] by probabilities in bf16, zero outside begin:end; returns 1 / their sum. sinks [1] or
-    null: a logit that joins the sum."""
+    null: a logit that joins the sum. firsts [padded] or null: with it, probabilities are words for tiles, see
+    decode_tiles.store_halves."""
     for i in range(begin):
         simd.write(scores, i, NEG_INF)
     for i in range(end, padded):
@@ -195,7 +206,10 @@ def _softmax(scores, begin, end, padded, sinks):
     probs = simd.pointer_bf16(simd.address(scores))  # half as wide: each word is read before it is overwritten
     for i in range(0, padded, WIDTH):
         p = exp2(simd.fma(load(scores, i), splat(LOG2_E), shift))
-        store(probs, i, p)
+        if simd.address(firsts) != 0:
+            decode_tiles.store_halves(firsts, scores, i, p)
+        else:
+            store(probs, i, p)
         total = simd.add(total, p)
     total = simd.spread_add1(total)
     if has_sink:
@@ -257,6 +271,32 @@ def _part(part, first_block, shared, seq_lens, behind, num_rows, block_size):
 
 
 @jit
+def _gather(q, q_stride, num_rows, num_heads, group, head_dim, gathered):
+    """gathered [num_heads, num_rows, group, words] = the queries of the rows, which are q_stride elements apart."""
+    size = group * head_dim
+    for h in range(num_heads):
+        for r in range(num_rows):
+            source, target = advance(q, r * q_stride + h * size), advance(gathered, (h * num_rows + r) * size // 2)
+            simd.copy_bytes(simd.address(target), simd.address(source), 2 * size)
+
+
+@jit
+def _write_rows(acc, inverses, num_rows, num_heads, num_kv_heads, group, head_dim, in_tiles, out):
+    """Write the sums of all rows, times the inverses of their probabilities' sums."""
+    i = 0
+    for h in range(num_heads):
+        for r in range(num_rows):
+            row = advance(out, (r * num_kv_heads + h) * group * head_dim)
+            for d in range(0, group * head_dim, 2 * WIDTH):
+                inverse = read(inverses, i + d // head_dim)
+                if in_tiles:
+                    _store_turns(advance(acc, i * head_dim + d), inverse, advance(row, d))
+                else:
+                    _store_fours(advance(acc, i * head_dim + d), inverse, advance(row, d))
+            i += group
+
+
+@jit
 def attend_rows(q, q_stride, out, k_cache, v_cache, tables, table_stride, first, seq_lens, behind, num_rows, common,
                 kv_head, num_heads, num_kv_heads, group, block_size, head_dim, scale, softcap, slopes,
                 sinks):  # fmt: skip
@@ -269,33 +309,36 @@ def attend_rows(q, q_stride, out, k_cache, v_cache, tables, table_stride, first,
     base = first_block * block_size  # the token of the first score
     words, queries = head_dim // 2, num_heads * num_rows * group
     stride = (longest - base + WIDTH - 1) // WIDTH * WIDTH
-    in_tiles = key_tiles.takes(block_size)
-    room_words = key_tiles.room_words(num_heads, num_rows * group, head_dim) if in_tiles else 0
-    scratch = np.empty(queries * (stride + head_dim + words + 1) + words + room_words, np.float32)
+    in_tiles = decode_tiles.takes(block_size)
+    room_words = decode_tiles.room_words(num_heads, num_rows * group, head_dim) if in_tiles else 0
+    lower_words = queries * stride if in_tiles else 0
+    scratch = np.empty(queries * (stride + head_dim + words + 1) + words + room_words + lower_words, np.float32)
     scores = simd.pointer_f32(scratch.ctypes.data)  # [num_heads, num_rows, group, stride]
     acc = advance(scores, queries * stride)  # [num_heads, num_rows, group, head_dim]
     zeros = words_at(advance(acc, queries * head_dim))
     gathered = advance(zeros, words)  # the queries: [num_heads, num_rows, group, words]
     room = advance(gathered, queries * words)
     inverses = simd.pointer_f32(simd.address(advance(room, room_words)))
+    firsts = advance(inverses, queries)  # as scores
+    sizes = np.zeros(amx.CONFIGURATION, np.int64)
+    state = simd.pointer_i64(sizes.ctypes.data)
+    if in_tiles:
+        amx.configure(state, min(amx.ROWS, group))
     for i in range(0, queries * head_dim + words, WIDTH):
         store(acc, i, splat(ZERO))
     if num_rows == 1:
         gathered = words_at(q)
     else:
-        for h in range(num_heads):
-            for r in range(num_rows):
-                source, target = advance(q, r * q_stride + h * group * head_dim), (h * num_rows + r) * group * words
-                simd.copy_bytes(simd.address(advance(gathered, target)), simd.address(source), 2 * group * head_dim)
+        _gather(q, q_stride, num_rows, num_heads, group, head_dim, gathered)
     heads = (kv_head, num_heads, num_kv_heads, block_size, head_dim)
     rows = (first_block, shared, seq_lens, behind, num_rows, block_size)  # the arguments of _part
     for part in range(-1 if shared > 0 else 0, num_rows):
         r, count, begin, last, end = _part(part, *rows)
         i = r * group
         if in_tiles:
-            key_tiles.score_blocks(advance(gathered, i * words), count * group, num_rows * group, k_cache, v_cache,
-                                   advance(tables, r * table_stride), begin, last, base, end, *heads, scale,
-                                   advance(scores, i * stride), stride, AHEAD, room)  # fmt: skip
+            decode_tiles.score_blocks(advance(gathered, i * words), count * group, num_rows * group, k_cache, v_cache,
+                                      advance(tables, r * table_stride), begin, last, base, end, *heads, scale,
+                                      advance(scores, i * stride), stride, AHEAD, room)  # fmt: skip
         else:
             _score_blocks(advance(gathered, i * words), count * group, num_rows * group, k_cache, v_cache,
                           advance(tables, r * table_stride), begin, last, base, end, *heads, scale,
@@ -309,24 +352,24 @@ def attend_rows(q, q_stride, out, k_cache, v_cache, tables, table_stride, first,
                 at = advance(scores, i * stride)
                 if softcap != 0 or simd.address(slopes) != 0:
                     loops.adjust_scores(at, 1, 1, first - base, end, softcap, loops.heads_of(slopes, g))
-                write(inverses, i, _softmax(at, first - base, end, padded, loops.heads_of(sinks, g)))
+                lower = advance(firsts, i * stride) if in_tiles else simd.pointer_f32(0)
+                write(inverses, i, _softmax(at, lower, first - base, end, padded, loops.heads_of(sinks, g)))
                 i += 1
     probs = words_at(scores)
     for part in range(-1 if shared > 0 else 0, num_rows):
         r, count, begin, last, end = _part(part, *rows)
         i = r * group
-        _add_blocks(advance(probs, i * stride), stride, count * group, num_rows * group, v_cache,
-                    advance(tables, r * table_stride), begin, last, base, end, *heads, zeros,
-                    advance(acc, i * head_dim))  # fmt: skip
-    i = 0
-    for h in range(num_heads):
-        for r in range(num_rows):
-            row = advance(out, (r * num_kv_heads + h) * group * head_dim)
-            for d in range(0, group * head_dim, 2 * WIDTH):
-                inverse = read(inverses, i + d // head_dim)
-                _store_in_order(advance(acc, i * head_dim + d), inverse, advance(row, d))
-            i += group
+        if in_tiles:
+            decode_tiles.add_blocks(state, advance(firsts, i * stride), advance(scores, i * stride), stride,
+                                    count * group, num_rows * group, v_cache, advance(tables, r * table_stride), begin,
+                                    last, base, end, *heads, advance(acc, i * head_dim), AHEAD, room)  # fmt: skip
+        else:
+            _add_blocks(advance(probs, i * stride), stride, count * group, num_rows * group, v_cache,
+                        advance(tables, r * table_stride), begin, last, base, end, *heads, zeros,
+                        advance(acc, i * head_dim))  # fmt: skip
+    _write_rows(acc, inverses, num_rows, num_heads, num_kv_heads, group, head_dim, in_tiles, out)
     simd.keep(scratch)
+    simd.keep(sizes)
 
 
 _attend_items = items_with(attend_rows)
@@ -334,14 +377,10 @@ _attend_items = items_with(attend_rows)
 
 @parallel_kernel(ARGUMENTS)
 def attention_pairs_bf16(args):
-    pointer, sizes = simd.pointer_bf16, np.zeros(amx.CONFIGURATION, np.int64)
-    in_tiles = key_tiles.takes(args[10])
-    if in_tiles:
-        amx.configure(simd.pointer_i64(sizes.ctypes.data), amx.ROWS)
+    pointer = simd.pointer_bf16
     _attend_items(args, pointer(args[2]), pointer(args[3]), pointer(args[4]), pointer(args[5]))
-    if in_tiles:
+    if HAS_BF16_TILES:
         amx.release()
-    simd.keep(sizes)
 
 
 def supports_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:

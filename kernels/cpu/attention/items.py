@@ -5,6 +5,7 @@ import numpy as np
 
 from kernels.cpu import simd
 from kernels.cpu.attention import rows as loops
+from kernels.cpu.features import HAS_BF16_TILES
 from kernels.cpu.parallel import jit, next_item
 from kernels.cpu.simd import WIDTH, advance, read, splat, store
 
@@ -12,8 +13,9 @@ ARGUMENTS = "13q2d8q"  # arguments of a kernel that calls attend_items
 ITEMS_PER_THREAD = 8  # at least, if lengths differ: what the last item makes other threads wait is then some per cent
 LEAST_COMMON = 64  # tokens that neighbours have in common, if their rows are computed together
 # Items of several rows per thread, at least. With 8, which leave one head each, 16 sequences of 544 tokens with 384 in
-# common took 1.07 times as long as row by row; with 4, as long.
-ITEMS_OF_ROWS_PER_THREAD = 4
+# common took 1.07 times as long as row by row; with 4, as long. Tiles of AMX hold the queries of more rows: with 4, 8
+# such sequences took 1.3 times as long as with 3, and 16 took 1.1 times as long.
+ITEMS_OF_ROWS_PER_THREAD = 3 if HAS_BF16_TILES else 4
 MOST_SCORES = 1 << 19  # bytes of the scores of such an item: half of a core's L2 on a Zen 4
 ZERO = np.float32(0)
 

@@ -1,11 +1,12 @@
-"""The scores of decode attention in tiles of AMX (kernels/cpu/amx.py), for bf16_pairs.py.
+"""The products of decode attention in tiles of AMX (kernels/cpu/amx.py), for bf16_pairs.py.
 
-A query row has few queries per KV head, but a block has sixteen keys and more. So scores are multiplied the other way
-round: sixteen keys, read where they lie in the cache, by up to sixteen queries; then they are transposed. A score does
-not depend on the queries that share its tile. Values are weighted by vectors: their pairs would have to be written to
-memory for the tiles, and a row alone would take longer.
+A query row has few queries per KV head, but a block has sixteen tokens and more. Keys and values are read where they
+lie in the cache: scores are multiplied the other way round, sixteen keys by up to sixteen queries, and then transposed;
+values are weighted as words of two numbers (amx.py). Neither the scores nor the sums of a row depend on the rows that
+share its tiles.
 """
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -13,14 +14,17 @@ from numba.extending import intrinsic
 from kernels.cpu import amx, simd
 from kernels.cpu.attention import rows as loops
 from kernels.cpu.attention.transpose import transposed, transposed_quarters
-from kernels.cpu.codes import WIDTH, F32Pointer
+from kernels.cpu.codes import WIDTH, F32Pointer, Vec
 from kernels.cpu.dots import broadcast, never, vector_at, words_at
 from kernels.cpu.features import HAS_BF16_TILES
 from kernels.cpu.parallel import jit
-from kernels.cpu.simd import I32Pointer, advance
+from kernels.cpu.simd import I32Pointer, advance, splat, store
 
 SQUARE = amx.ROWS * amx.ROWS  # scores of sixteen keys and queries
+CHUNK = 64  # tokens whose values are added before the next head's
 FEW = 4  # queries that are transposed in quarters of vectors: a third of the instructions
+
+ZERO = np.float32(0)
 
 _F32V, _I32V, _I64 = ir.VectorType(ir.FloatType(), WIDTH), ir.VectorType(ir.IntType(32), WIDTH), ir.IntType(64)
 
@@ -99,7 +103,7 @@ def _put_scores(typingctx, square, scale, count, scores, stride):
 
 @jit
 def takes(block_size):
-    """True if keys in blocks of this size are multiplied in tiles."""
+    """True if blocks of this size are multiplied in tiles."""
     return HAS_BF16_TILES and block_size % amx.ROWS == 0
 
 
@@ -112,8 +116,8 @@ def room_words(num_heads, num_queries, head_dim):
 @jit
 def _score_blocks(q, num_queries, head_stride, k_cache, v_cache, table, first, last, base, end, kv_head, num_heads,
                   num_kv_heads, block_size, head_dim, scale, scores, stride, ahead_blocks, room):  # fmt: skip
-    """As _score_blocks in bf16_pairs.py; rows of scores are written in sixteens. The tiles have the sizes for 16 rows.
-    ahead_blocks: blocks of a head to prefetch; room: see room_words."""
+    """As _score_blocks in bf16_pairs.py; rows of scores are written in sixteens. The tiles have sizes for up to 16
+    rows. ahead_blocks: blocks of a head to prefetch; room: see room_words."""
     words, lead = head_dim // 2, loops.lead(ahead_blocks, num_heads, first, last)
     tiles = (num_queries + amx.ROWS - 1) // amx.ROWS
     squares, queries = simd.pointer_f32(simd.address(room)), advance(room, num_heads * tiles * SQUARE)
@@ -145,4 +149,83 @@ def _score_blocks(q, num_queries, head_stride, k_cache, v_cache, table, first, l
                                 advance(scores, place), stride)  # fmt: skip
 
 
-score_blocks = _score_blocks if HAS_BF16_TILES else never
+@intrinsic
+def store_halves(typingctx, firsts, seconds, index, probs):
+    """Sixteen probabilities as words, rounded to bf16: seconds[index :] in the upper half, firsts[index :] in the
+    lower."""
+
+    def codegen(context, builder, sig, args):
+        firsts, seconds, index, probs = args
+        lower = builder.zext(simd.round_to_bf16(builder, probs), _I32V)
+        upper = builder.shl(lower, ir.Constant(_I32V, [16] * WIDTH))
+        for target, words in ((firsts, lower), (seconds, upper)):
+            builder.store(words, vector_at(builder, target, index, _I32V), align=4)
+        return context.get_dummy_value()
+
+    return types.void(F32Pointer, F32Pointer, types.int64, Vec), codegen
+
+
+@jit
+def _whole_tile(v, num_rows, words, spare):
+    """Sixteen rows of values: where they lie, or with zeros behind the first num_rows, because rows behind the last
+    token are undefined and may hold NaN."""
+    if num_rows >= amx.ROWS:
+        return v
+    simd.copy_bytes(simd.address(spare), simd.address(v), 4 * num_rows * words)
+    numbers = simd.pointer_f32(simd.address(spare))
+    for i in range(num_rows * words, amx.ROWS * words, WIDTH):
+        store(numbers, i, splat(ZERO))
+    return spare
+
+
+@jit
+def _add_head(firsts, seconds, stride, v_cache, table, begin, stop, base, end, kv_head, num_kv_heads, block_size,
+              head_dim, acc, spare):  # fmt: skip
+    """acc += the weighted values of the blocks begin:stop of one KV head, for the queries of a tile."""
+    words = head_dim // 2
+    for d in range(0, head_dim, 64):
+        wide, sums = head_dim - d >= 64, advance(acc, d)
+        if wide:
+            amx.load4(sums, head_dim)
+        else:
+            amx.load2(sums, head_dim)
+        for j in range(begin, stop):
+            v = words_at(loops.block(v_cache, table, j, num_kv_heads, kv_head, block_size, head_dim))
+            first = j * block_size
+            for t in range(first, min(first + block_size, end), amx.ROWS):
+                rows = _whole_tile(advance(v, (t - first) * words), end - t, words, spare)
+                lower, upper = advance(firsts, t - base), advance(seconds, t - base)
+                if wide:
+                    amx.weigh4(lower, upper, stride, advance(rows, d // 2), words)
+                else:
+                    amx.weigh2(lower, upper, stride, advance(rows, d // 2), words)
+        if wide:
+            amx.store4(sums, head_dim)
+        else:
+            amx.store2(sums, head_dim)
+
+
+@jit
+def _add_blocks(state, firsts, seconds, stride, num_queries, head_stride, v_cache, table, first, last, base, end,
+                kv_head, num_heads, num_kv_heads, block_size, head_dim, acc, ahead_blocks, spare):  # fmt: skip
+    """Add the values of the blocks first:last, weighted by the probabilities of num_queries queries per KV head, see
+    store_halves. acc: of 32 elements the even ones, then the odd ones. spare [16, head_dim / 2]: words."""
+    lead, per_chunk = loops.lead(ahead_blocks, num_heads, first, last), max(1, CHUNK // block_size)
+    tiles = (num_queries + amx.ROWS - 1) // amx.ROWS
+    size = (num_queries + tiles - 1) // tiles
+    for begin in range(first, last, per_chunk):
+        stop = min(last, begin + per_chunk)
+        for tile in range(tiles):
+            i = tile * size
+            amx.configure(state, min(size, num_queries - i))
+            for h in range(num_heads):
+                for j in range(begin + lead, min(stop + lead, last) if tile == 0 else 0):
+                    loops.warm(loops.block(v_cache, table, j, num_kv_heads, kv_head + h, block_size, head_dim),
+                               block_size, head_dim)  # fmt: skip
+                at = h * head_stride + i
+                lower, upper, sums = advance(firsts, at * stride), advance(seconds, at * stride), at * head_dim
+                _add_head(lower, upper, stride, v_cache, table, begin, stop, base, end, kv_head + h, num_kv_heads,
+                          block_size, head_dim, advance(acc, sums), spare)  # fmt: skip
+
+
+score_blocks, add_blocks = (_score_blocks, _add_blocks) if HAS_BF16_TILES else (never, never)
