@@ -192,7 +192,7 @@ def test_an_item_of_several_heads_gives_the_bits_of_one(dtype, shape, case, num_
 
 @pytest.mark.parametrize("num_rows", [20, 60])  # with two threads and four KV heads: items of four rows, and eight
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("shape", [(12, 4, 64, 16), (14, 2, 96, 48), (8, 4, 32, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(12, 4, 64, 16), (14, 2, 96, 48), (40, 2, 64, 16), (8, 4, 32, 4)], ids=str)
 def test_sequences_that_begin_with_the_same_blocks_give_the_bits_of_each_alone(shape, case, num_rows):
     """Samples of one prompt, prompts with a common beginning of any length, and sequences of their own between them."""
     (num_heads, num_kv_heads, head_dim, block_size), dtype = shape, torch.bfloat16

@@ -166,8 +166,8 @@ def _decode(typingctx, panel, depth, table, target):
 
 
 def _add_and_decode(builder, bands, columns, x, x_stride, decoded, steps, panel, num_words, share, table, target):
-    """Code: amx.add_products of 64 * DEPTH decoded words a step, which decodes another part of the panel meanwhile:
-    `share` words for each column of tiles, up to `num_words`."""
+    """Code: amx.add_products over `steps` steps of `decoded`, and meanwhile decode num_words words from `panel` on to
+    `target`: `share` of them after each column of tiles."""
     exponents = _exponents_of(builder, table)
 
     def meanwhile(piece):
