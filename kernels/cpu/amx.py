@@ -236,17 +236,6 @@ def _zero_sums(typingctx):
 
 
 @intrinsic
-def _store_sums(typingctx, out):
-    """out[r, :] = the sums of up to 16 rows and 64 columns."""
-
-    def codegen(context, builder, sig, args):
-        for_sums(builder, STORE, 1, 4, *args, _number(COLUMNS))
-        return context.get_dummy_value()
-
-    return types.void(F32Pointer), codegen
-
-
-@intrinsic
 def _multiply_keys(typingctx, keys, stride, queries, steps, scores):
     """scores [16, 16] = keys @ queries, over `steps` steps of DEPTH words: sixteen keys, rows of `stride` words, and
     the words of sixteen queries, int32 [steps * DEPTH, 16]. The tiles have the sizes for up to 16 rows, which leave
@@ -267,49 +256,51 @@ def _multiply_keys(typingctx, keys, stride, queries, steps, scores):
     return types.void(I32Pointer, types.int64, I32Pointer, types.int64, F32Pointer), codegen
 
 
-def _weighted_sums(columns):
-    """Three intrinsics for `columns` tiles of sums of up to 16 rows: load them, raise them by weighted numbers, store
-    them.
+def _move_sums(instruction, columns, doc):
+    """An intrinsic: an instruction of for_sums for up to 16 rows and 16 * `columns` columns."""
+
+    def codegen(context, builder, sig, args):
+        for_sums(builder, instruction, 1, columns, *args)
+        return context.get_dummy_value()
+
+    def typing(typingctx, out, out_stride):
+        return types.void(F32Pointer, types.int64), codegen
+
+    typing.__doc__ = doc
+    return intrinsic(typing)
+
+
+_load2, _load4 = (_move_sums(LOAD, n, f"The tiles = out[r, :{16 * n}], up to 16 rows.") for n in (2, 4))
+_store2, _store4 = (_move_sums(STORE, n, f"out[r, :{16 * n}] = the tiles, up to 16 rows.") for n in (2, 4))
+
+
+def _weigh(columns):
+    """An intrinsic: raise `columns` tiles of sums of up to 16 rows by sixteen rows of numbers, weighted.
 
     Numbers lie in memory as they are, two in a word, and both belong to the same weight. Weights are words with a zero:
-    those with the weight in the lower half leave only the first number of each word, and the others only the second.
+    `firsts` have the weight in the lower half and leave only the first number of each word, `seconds` only the second.
     So two tiles of sums, of first and of second numbers, belong to a tile of sixteen words.
     """
 
-    @intrinsic
-    def load(typingctx, out, out_stride):
-        def codegen(context, builder, sig, args):
-            for_sums(builder, LOAD, 1, columns, *args)
-            return context.get_dummy_value()
+    def codegen(context, builder, sig, args):
+        firsts, seconds, stride, numbers, words = args
+        code = [f"tileloadd {64 * c}($2,$4,1), %tmm{5 + c}" for c in range(columns // 2)]
+        for half in range(2):
+            code.append(f"tileloadd (${half},$3,1), %tmm4")
+            code += [f"tdpbf16ps %tmm{5 + c}, %tmm4, %tmm{2 * c + half}" for c in range(columns // 2)]
+        sizes = builder.mul(stride, _number(4)), builder.mul(words, _number(4))
+        _assembly(builder, code, firsts, seconds, numbers, *sizes)
+        return context.get_dummy_value()
 
-        return types.void(F32Pointer, types.int64), codegen
-
-    @intrinsic
-    def add(typingctx, firsts, seconds, stride, numbers, words):
-        def codegen(context, builder, sig, args):
-            firsts, seconds, stride, numbers, words = args
-            code = [f"tileloadd {64 * c}($2,$4,1), %tmm{5 + c}" for c in range(columns // 2)]
-            for half in range(2):
-                code.append(f"tileloadd (${half},$3,1), %tmm4")
-                code += [f"tdpbf16ps %tmm{5 + c}, %tmm4, %tmm{2 * c + half}" for c in range(columns // 2)]
-            sizes = builder.mul(stride, _number(4)), builder.mul(words, _number(4))
-            _assembly(builder, code, firsts, seconds, numbers, *sizes)
-            return context.get_dummy_value()
-
+    def typing(typingctx, firsts, seconds, stride, numbers, words):
         i64 = types.int64
         return types.void(F32Pointer, F32Pointer, i64, I32Pointer, i64), codegen
 
-    @intrinsic
-    def store(typingctx, out, out_stride):
-        def codegen(context, builder, sig, args):
-            for_sums(builder, STORE, 1, columns, *args)
-            return context.get_dummy_value()
-
-        return types.void(F32Pointer, types.int64), codegen
-
-    return load, add, store
+    typing.__doc__ = f"{16 * columns} weighted columns; strides of weights and of numbers in words."
+    return intrinsic(typing)
 
 
+_weigh2, _weigh4 = _weigh(2), _weigh(4)
 _integers_of_band = _multiply(1, 4, "Integers of up to 16 rows and 64 columns.", False, "tdpbsud")
 _integers_of_bands = _multiply(2, 2, "Integers of 17 to 32 rows and 32 columns.", False, "tdpbsud")
 
@@ -327,12 +318,10 @@ def _multiply_integers(state, x, x_stride, panel, depth, num_rows, out):
                                panel, 0)  # fmt: skip
 
 
-_FUNCTIONS = _configure_tiles, _release, _zero_sums, _store_sums, _multiply_panel, _set2, _set4, _add2, _add4
-configure, release, zero_sums, store_sums, multiply_panel, set2, set4, add2, add4 = (
+_FUNCTIONS = _configure_tiles, _release, _zero_sums, _multiply_panel, _multiply_keys, _set2, _set4, _add2, _add4
+configure, release, zero_sums, multiply_panel, multiply_keys, set2, set4, add2, add4 = (
     _FUNCTIONS if HAS_BF16_TILES else [never] * 9
 )
-multiply_keys = _multiply_keys if HAS_BF16_TILES else never
-(load2, weigh2, store2), (load4, weigh4, store4) = (
-    _weighted_sums(columns) if HAS_BF16_TILES else [never] * 3 for columns in (2, 4)
-)
+_WEIGHTED_SUMS = _load2, _load4, _weigh2, _weigh4, _store2, _store4
+load2, load4, weigh2, weigh4, store2, store4 = _WEIGHTED_SUMS if HAS_BF16_TILES else [never] * 6
 multiply_integers = _multiply_integers if HAS_INT8_TILES else never

@@ -238,7 +238,7 @@ def _multiply_few(state, num_rows, x, x_stride, panel, words, table, others, pla
         if num_words > 0:
             other = _put_others(others, plain, other, last, then, num_words, later)
         now, later = later, now
-    amx.store_sums(sums)
+    amx.store4(sums, COLUMNS)
 
 
 @jit
