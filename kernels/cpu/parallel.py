@@ -10,6 +10,7 @@ If several processes need a kernel at the same time, one compiles it under a loc
 
 import ctypes
 import hashlib
+import math
 import re
 import struct
 import threading
@@ -26,12 +27,15 @@ from numba.core import caching, ccallback
 from torch import Tensor
 
 from kernels import code_cache
+from kernels.cpu.features import HAS_BF16_TILES
 from kernels.cpu.simd import I64Pointer, fetch_add
 
 # For functions that kernels call. numba makes no wrappers for calls from Python and C, which take a sixth of the time
 # to compile. So Python must not call such a function: `function.py_func` is the one for Python.
 jit = numba.njit(error_model="numpy", inline="never", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
+# L1 has 64 sets of lines. Lines at the same place of rows whose size is a multiple of 1 KiB are in one to four of them.
+CONFLICTING_BYTES, LINE_BYTES = 1024, 64
 # How long a process waits for another that compiles the same kernel; after that it compiles the kernel, too.
 WAIT_SECONDS = 60.0
 
@@ -117,8 +121,8 @@ class Recorder(Protocol):
     def add(self, kernel: ParallelKernel, packed: Any) -> None:
         """Note a call; `packed` holds its arguments."""
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory for a result, at an address that stays valid."""
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, pitch: int | None = None) -> Tensor:
+        """Memory for a result, at an address that stays valid. pitch: numbers from row to row, None for dense rows."""
 
 
 class _Local(threading.local):
@@ -149,6 +153,21 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A tensor for the result of a kernel, not initialised."""
     recorder = _local.recorder
     return torch.empty(shape, dtype=dtype) if recorder is None else recorder.empty(tuple(shape), dtype)
+
+
+def empty_rows(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """`empty` for rows [num_rows, ...] that a linear layer multiplies. With AMX there may be a gap behind each row.
+
+    A product of tiles reads a few cache lines of each of 32 rows, and reads them again for other columns. L1 keeps
+    twelve lines whose addresses differ by multiples of 4 KiB: rows of 4 or 8 KiB without a gap push each other out.
+    """
+    size = math.prod(shape[1:])
+    if not HAS_BF16_TILES or dtype != torch.bfloat16 or size * dtype.itemsize % CONFLICTING_BYTES:
+        return empty(shape, dtype)
+    pitch, recorder = size + LINE_BYTES // dtype.itemsize, _local.recorder
+    if recorder is not None:
+        return recorder.empty(tuple(shape), dtype, pitch)
+    return torch.empty((shape[0], pitch), dtype=dtype)[:, :size].view(shape)
 
 
 def _compile(fn: Callable, seconds: float | None) -> Any:

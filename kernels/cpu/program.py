@@ -60,9 +60,9 @@ class Workspace:
     def num_bytes(self) -> int:
         return sum(block.nbytes for block in self._blocks)
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Like torch.empty, from the smallest unused block that is large enough."""
-        size = math.prod(shape) * dtype.itemsize
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, pitch: int | None = None) -> Tensor:
+        """Like torch.empty, from the smallest unused block that is large enough. pitch: see parallel.Recorder."""
+        size = (math.prod(shape) if pitch is None else shape[0] * pitch) * dtype.itemsize
         if not size:
             return torch.empty(shape, dtype=dtype)
         unused = [i for i in range(len(self._blocks)) if self._blocks[i].nbytes >= size and self._is_unused(i)]
@@ -73,7 +73,8 @@ class Workspace:
             start = -raw.ctypes.data % ALIGNMENT
             block = raw[start : start + size]
             self._blocks.append(block)
-        return torch.frombuffer(block, dtype=dtype, count=size // dtype.itemsize).view(shape)
+        numbers = torch.frombuffer(block, dtype=dtype, count=size // dtype.itemsize)
+        return numbers.view(shape) if pitch is None else numbers.view(-1, pitch)[:, : math.prod(shape[1:])].view(shape)
 
     def _is_unused(self, i: int) -> bool:
         """True if no tensor refers to the block: a tensor made by torch.frombuffer owns a reference to its array."""
@@ -92,10 +93,10 @@ class Recording(TorchDispatchMode):
         """Note a call; `packed` holds its arguments."""
         self.calls.append((kernel, packed))
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory for a result, at an address that stays valid."""
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, pitch: int | None = None) -> Tensor:
+        """See parallel.Recorder."""
         with no_dispatch():
-            return self._workspace.empty(shape, dtype)
+            return self._workspace.empty(shape, dtype, pitch)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

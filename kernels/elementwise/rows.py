@@ -35,9 +35,9 @@ def take_rows(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def new_rows(x: Tensor) -> Tensor:
-    """A tensor of x's shape for the results of kernels, not initialised."""
+    """A tensor of x's shape for the rows of a linear layer, not initialised."""
     cpu = cpu_kernels() if x.device.type == "cpu" else None
-    return cpu.parallel.empty(x.shape, x.dtype) if cpu else x.new_empty(x.shape)
+    return cpu.parallel.empty_rows(x.shape, x.dtype) if cpu else x.new_empty(x.shape)
 
 
 def limit(x: Tensor, scale: float, cap: float) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.cpu import parallel
 from kernels.cpu.elementwise.norms import rms_norm
-from kernels.cpu.program import NotRecordable, Workspace, record
+from kernels.cpu.program import NotRecordable, Recording, Workspace, record
 from kernels.elementwise.rows import limit, take_rows
 
 ROWS, SIZE, DEPTH = 40, 64, 50
@@ -52,6 +53,23 @@ def test_results_that_nothing_refers_to_share_memory():
     expected = layers(x[:7], weight)
     first()
     assert torch.equal(second(), expected)
+
+
+@pytest.mark.parametrize("shape", [(5, 512), (5, 4, 128), (1, 512), (0, 512)], ids=str)
+def test_rows_that_would_share_a_set_of_l1_have_gaps(shape, monkeypatch):
+    """Rows of 1 KiB in bf16, for tiles of AMX; a view without axes of its own for the gap."""
+    monkeypatch.setattr(parallel, "HAS_BF16_TILES", True)
+    recording = Recording(Workspace())
+    rows = [parallel.empty_rows(shape, torch.bfloat16)]
+    with recording, parallel.recording_to(recording):
+        rows.append(parallel.empty_rows(shape, torch.bfloat16))
+    for x in rows:
+        assert x.shape == shape and x.view(-1, 512).shape == (shape[0], 512)
+        assert shape[0] < 2 or x.stride(0) == 512 + 32
+    assert parallel.empty_rows(shape, torch.float32).is_contiguous()
+    assert parallel.empty_rows((5, 520), torch.bfloat16).is_contiguous()
+    monkeypatch.setattr(parallel, "HAS_BF16_TILES", False)
+    assert parallel.empty_rows(shape, torch.bfloat16).is_contiguous()
 
 
 def test_recording_runs_no_kernel_but_those_of_other_threads():

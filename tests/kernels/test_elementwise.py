@@ -7,6 +7,7 @@ from transformers.activations import XIELUActivation
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from kernels.cache.reshape_and_cache import reshape_and_cache, reshape_and_cache_reference
+from kernels.cpu.elementwise.norms import supports_layer_norm
 from kernels.elementwise.activation import ACTIVATIONS, activation, gated_activation, gated_activation_reference
 from kernels.elementwise.layer_norm import layer_norm, layer_norm_reference
 from kernels.elementwise.rms_norm import rms_norm, rms_norm_reference
@@ -79,6 +80,16 @@ def test_layer_norm_reads_strided_heads(dtype):
     qkv, weight = torch.randn(6, 9, 64).to(dtype), torch.randn(64).to(dtype)
     expected = layer_norm_reference(qkv[:, 2:7].clone(), weight, None, 1e-6)
     torch.testing.assert_close(layer_norm(qkv[:, 2:7], weight, None, 1e-6), expected)
+
+
+@pytest.mark.parametrize("norm", [rms_norm, layer_norm])
+def test_norms_take_rows_with_gaps(dtype, norm):
+    """Results of a norm have gaps with AMX, and one that is the next norm's residual, too (a post-norm model)."""
+    x, residual = torch.randn(2, 9, 96).to(dtype)[..., :64]
+    options = (torch.randn(64).to(dtype), 1e-5) if norm is rms_norm else (torch.randn(64).to(dtype), None, 1e-5)
+    for got, expected in zip(norm(x, *options, residual), norm(x.clone(), *options, residual.clone()), strict=True):
+        assert torch.equal(got, expected)
+    assert dtype == torch.float16 or supports_layer_norm(x, None, None, residual), "a kernel computes them, not torch"
 
 
 def test_layer_norm_far_from_zero():

@@ -281,12 +281,12 @@ def _gather(q, q_stride, num_rows, num_heads, group, head_dim, gathered):
 
 
 @jit
-def _write_rows(acc, inverses, num_rows, num_heads, num_kv_heads, group, head_dim, in_tiles, out):
+def _write_rows(acc, inverses, num_rows, num_heads, group, head_dim, in_tiles, out, out_stride):
     """Write the sums of all rows, times the inverses of their probabilities' sums."""
     i = 0
     for h in range(num_heads):
         for r in range(num_rows):
-            row = advance(out, (r * num_kv_heads + h) * group * head_dim)
+            row = advance(out, r * out_stride + h * group * head_dim)
             for d in range(0, group * head_dim, 2 * WIDTH):
                 inverse = read(inverses, i + d // head_dim)
                 if in_tiles:
@@ -297,8 +297,8 @@ def _write_rows(acc, inverses, num_rows, num_heads, num_kv_heads, group, head_di
 
 
 @jit
-def attend_rows(q, q_stride, out, k_cache, v_cache, tables, table_stride, first, seq_lens, behind, num_rows, common,
-                kv_head, num_heads, num_kv_heads, group, block_size, head_dim, scale, softcap, slopes,
+def attend_rows(q, q_stride, out, out_stride, k_cache, v_cache, tables, table_stride, first, seq_lens, behind,
+                num_rows, common, kv_head, num_heads, num_kv_heads, group, block_size, head_dim, scale, softcap, slopes,
                 sinks):  # fmt: skip
     """See items.items_with. The queries of a group of heads share a read of each block, and those of all rows a read
     of each common block. The bits of a row do not depend on the other rows."""
@@ -367,7 +367,7 @@ def attend_rows(q, q_stride, out, k_cache, v_cache, tables, table_stride, first,
             _add_blocks(advance(probs, i * stride), stride, count * group, num_rows * group, v_cache,
                         advance(tables, r * table_stride), begin, last, base, end, *heads, zeros,
                         advance(acc, i * head_dim))  # fmt: skip
-    _write_rows(acc, inverses, num_rows, num_heads, num_kv_heads, group, head_dim, in_tiles, out)
+    _write_rows(acc, inverses, num_rows, num_heads, group, head_dim, in_tiles, out, out_stride)
     simd.keep(scratch)
     simd.keep(sizes)
 

@@ -9,7 +9,7 @@ from kernels.cpu.features import HAS_BF16_TILES
 from kernels.cpu.parallel import jit, next_item
 from kernels.cpu.simd import WIDTH, advance, read, splat, store
 
-ARGUMENTS = "13q2d8q"  # arguments of a kernel that calls attend_items
+ARGUMENTS = "13q2d9q"  # arguments of a kernel that calls attend_items
 ITEMS_PER_THREAD = 8  # at least, if lengths differ: what the last item makes other threads wait is then some per cent
 LEAST_COMMON = 64  # tokens that neighbours have in common, if their rows are computed together
 # Items of several rows per thread, at least. With 8, which leave one head each, 16 sequences of 544 tokens with 384 in
@@ -114,14 +114,14 @@ def items_with(attend):
         sinks, chunk = loops.heads_of(simd.pointer_f32(args[22]), kv_head * group), args[23]
         scale, softcap = np.float32(simd.as_float(args[15])), np.float32(simd.as_float(args[16]))
         seq_lens, head = advance(simd.pointer_i32(args[17]), seq), kv_head * group * head_dim
-        out_rows = advance(out, row * num_kv_heads * group * head_dim + head)
+        out_rows = advance(out, row * args[25] + head)
         seq_len = np.int64(read(seq_lens, 0)) - behind
         if seq_len > 0:
             first = max(0, seq_len - window) if window > 0 else 0
             if chunk > 0:
                 first = max(first, (seq_len - 1) // chunk * chunk)
             attend(
-                advance(q, row * q_stride + head), q_stride, out_rows, k_cache, v_cache,
+                advance(q, row * q_stride + head), q_stride, out_rows, args[25], k_cache, v_cache,
                 advance(tables, seq * table_stride), table_stride, first, seq_lens, behind, num_rows, common, kv_head,
                 num_heads, num_kv_heads, group, block_size, head_dim, scale, softcap, slopes, sinks,
             )  # fmt: skip

@@ -22,7 +22,7 @@ from kernels.cpu.attention import bf16_pairs as pairs
 from kernels.cpu.attention import rows as loops
 from kernels.cpu.attention import tiles
 from kernels.cpu.attention.items import ARGUMENTS, items_with
-from kernels.cpu.parallel import empty, jit, parallel_kernel
+from kernels.cpu.parallel import empty_rows, jit, parallel_kernel
 from kernels.cpu.simd import WIDTH, advance, read, splat, store
 from kernels.kv_format import kv_format_of
 
@@ -164,8 +164,8 @@ def _attend_heads(q, out, k_cache, v_cache, table, first, seq_len, kv_head, num_
 
 
 @jit
-def _attend_row(q, q_stride, out, k_cache, v_cache, tables, table_stride, first, seq_lens, behind, num_rows, common,
-                kv_head, num_heads, num_kv_heads, group, block_size, head_dim, scale, softcap, slopes,
+def _attend_row(q, q_stride, out, out_stride, k_cache, v_cache, tables, table_stride, first, seq_lens, behind,
+                num_rows, common, kv_head, num_heads, num_kv_heads, group, block_size, head_dim, scale, softcap, slopes,
                 sinks):  # fmt: skip
     """See items.items_with. num_rows is 1 and `common` 0, because _launch allows an item of this kernel one row."""
     seq_len = np.int64(read(seq_lens, 0)) - behind
@@ -278,7 +278,7 @@ def _launch(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, scale, al
     """cu_seqlens_q: the address, or 0 for decode."""
     num_rows, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
-    out = empty(q.shape, q.dtype) if out is None else out
+    out = empty_rows(q.shape, q.dtype) if out is None else out
     kv_format, in_pairs = kv_format_of(k_cache), pairs.supports(q, k_cache)
     format_name = "auto" if kv_format is None else kv_format.name
     kernel = pairs.attention_pairs_bf16 if in_pairs else _KERNELS[q.dtype, format_name]
@@ -293,6 +293,6 @@ def _launch(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, scale, al
         0 if alibi_slopes is None else alibi_slopes.data_ptr(),
         num_kv_heads, num_heads // num_kv_heads, block_size, head_dim, block_tables.stride(0), q.stride(0),
         sliding_window, scale, softcap, seq_lens.data_ptr(), cu_seqlens_q, seq_lens.shape[0], num_rows, rows_per_item,
-        0 if sinks is None else sinks.data_ptr(), attention_chunk, torch.get_num_threads(),
+        0 if sinks is None else sinks.data_ptr(), attention_chunk, torch.get_num_threads(), out.stride(0),
     )  # fmt: skip
     return out

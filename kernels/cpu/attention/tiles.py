@@ -25,7 +25,7 @@ from kernels.cpu.codes import WIDTH, F32Pointer, Vec
 from kernels.cpu.dots import broadcast, exp2_fp32, multiply, power_of_two, vector_at, words_at
 from kernels.cpu.elementwise.activations import tanh
 from kernels.cpu.features import HAS_BF16_TILES, MULTIPLIES_PAIRS
-from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
+from kernels.cpu.parallel import empty_rows, jit, next_item, parallel_kernel
 from kernels.cpu.simd import I32Pointer, advance, load, load_pair, read, splat, store, write
 from kernels.kv_format import kv_format_of
 
@@ -37,7 +37,7 @@ QUERIES = 256 if HAS_BF16_TILES else 96
 NEG_INF = np.float32(-np.inf)
 MOST_EXPONENT = np.float32(8)  # probabilities that are not yet divided by their sum are at most 2 ** 8
 UNSEEN = np.float32(1e30)  # the shift of a row without keys: every score is above MOST_EXPONENT, -inf remains -inf
-ARGUMENTS = "11q1d9q1d1q"  # of the kernels
+ARGUMENTS = "11q1d9q1d2q"  # of the kernels
 ZERO, ONE, LOG2_E = np.float32(0), np.float32(1), np.float32(np.log2(np.e))
 
 _I16V, _I32V = (ir.VectorType(scalar, WIDTH) for scalar in (ir.IntType(16), ir.IntType(32)))
@@ -418,9 +418,9 @@ def _attend_tile(args, q, k_cache, v_cache, out, table, kv_head, first_row, num_
         if args[19] != 0:
             sink = read(simd.pointer_f32(args[19]), kv_head * group + m % group)
             inverse = _inverse_with_sink(-read(shifts, m) / LOG2_E, total, sink)
-        row = (first_row + m // group) * num_kv_heads * group + kv_head * group + m % group
+        row = (first_row + m // group) * args[25] + (kv_head * group + m % group) * head_dim
         for d in range(0, head_dim, WIDTH):
-            store(out, row * head_dim + d, simd.mul(load(acc, m * head_dim + d), inverse))
+            store(out, row + d, simd.mul(load(acc, m * head_dim + d), inverse))
     simd.keep(scratch)
 
 
@@ -538,7 +538,7 @@ def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables:
     group = num_heads // num_kv_heads
     rows_per_item = max(ROWS, QUERIES // group)
     ahead = (sliding_window - 1 if sliding_window else num_rows) if both_ways else 0
-    out = empty(q.shape, q.dtype) if out is None else out
+    out = empty_rows(q.shape, q.dtype) if out is None else out
     kv_format = kv_format_of(k_cache)
     kernel = _KERNELS[q.dtype, "auto" if kv_format is None else kv_format.name]
     kernel(
@@ -547,6 +547,6 @@ def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables:
         num_kv_heads, group, block_size, head_dim, block_tables.stride(0), q.stride(0), scale,
         seq_lens.data_ptr(), cu_seqlens_q.data_ptr(), seq_lens.shape[0], num_rows, rows_per_item,
         0 if sinks is None else sinks.data_ptr(), 0 if alibi_slopes is None else alibi_slopes.data_ptr(),
-        sliding_window, attention_chunk, softcap, ahead,
+        sliding_window, attention_chunk, softcap, ahead, out.stride(0),
     )  # fmt: skip
     return out

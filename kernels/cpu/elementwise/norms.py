@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kernels.cpu import simd
 from kernels.cpu.elementwise.work import CHUNK, DTYPES
-from kernels.cpu.parallel import ParallelKernel, empty, jit, next_item, parallel_kernel
+from kernels.cpu.parallel import ParallelKernel, empty, empty_rows, jit, next_item, parallel_kernel
 from kernels.cpu.simd import WIDTH, advance, load, splat, store
 
 
@@ -32,31 +32,32 @@ def _rms_norm_row(x, residual, weight, has_residual, size, eps, offset, out, out
 @jit
 def _rms_norm_items(args, x, residual, weight, out, out_residual):
     rows, size, inner, outer_stride, inner_stride, per_item = args[7], args[8], args[9], args[10], args[11], args[12]
-    eps, offset = np.float32(simd.as_float(args[13])), np.float32(simd.as_float(args[14]))
+    out_stride, residual_stride = args[13], args[14]
+    eps, offset = np.float32(simd.as_float(args[15])), np.float32(simd.as_float(args[16]))
     item = next_item(args)
     while item < args[1]:
         for row in range(item * per_item, min(rows, (item + 1) * per_item)):
             source = advance(x, row // inner * outer_stride + row % inner * inner_stride)
-            at = row * size
-            _rms_norm_row(source, advance(residual, at), weight, simd.address(residual) != 0, size, eps, offset,
-                          advance(out, at), advance(out_residual, at))  # fmt: skip
+            before = advance(residual, row * residual_stride)
+            _rms_norm_row(source, before, weight, simd.address(residual) != 0, size, eps, offset,
+                          advance(out, row * out_stride), advance(out_residual, row * size))  # fmt: skip
         item = next_item(args)
 
 
-@parallel_kernel("11q2d")
+@parallel_kernel("13q2d")
 def _rms_norm_bf16(args):
     pointer = simd.pointer_bf16
     _rms_norm_items(args, pointer(args[2]), pointer(args[3]), pointer(args[4]), pointer(args[5]), pointer(args[6]))
 
 
-@parallel_kernel("11q2d")
+@parallel_kernel("13q2d")
 def _rms_norm_f32(args):
     pointer = simd.pointer_f32
     _rms_norm_items(args, pointer(args[2]), pointer(args[3]), pointer(args[4]), pointer(args[5]), pointer(args[6]))
 
 
 def supports_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
-    """True for rows of whole vectors, with at most two strided axes before them, and a dense residual."""
+    """True for rows of whole vectors, with at most two strided axes before them, and a residual of dense rows."""
     return _supports_rows(x, residual) and weight.dtype == x.dtype and weight.is_contiguous()
 
 
@@ -99,25 +100,25 @@ def _layer_norm_row(x, residual, weight, bias, has_residual, size, eps, out, out
 @jit
 def _layer_norm_items(args, x, residual, weight, bias, out, out_residual):
     rows, size, inner, outer_stride, inner_stride, per_item = args[8], args[9], args[10], args[11], args[12], args[13]
-    eps = np.float32(simd.as_float(args[14]))
+    out_stride, residual_stride, eps = args[14], args[15], np.float32(simd.as_float(args[16]))
     item = next_item(args)
     while item < args[1]:
         for row in range(item * per_item, min(rows, (item + 1) * per_item)):
             source = advance(x, row // inner * outer_stride + row % inner * inner_stride)
-            at = row * size
-            _layer_norm_row(source, advance(residual, at), weight, bias, simd.address(residual) != 0, size, eps,
-                            advance(out, at), advance(out_residual, at))  # fmt: skip
+            before = advance(residual, row * residual_stride)
+            _layer_norm_row(source, before, weight, bias, simd.address(residual) != 0, size, eps,
+                            advance(out, row * out_stride), advance(out_residual, row * size))  # fmt: skip
         item = next_item(args)
 
 
-@parallel_kernel("12qd")
+@parallel_kernel("14qd")
 def _layer_norm_bf16(args):
     pointer = simd.pointer_bf16
     _layer_norm_items(args, pointer(args[2]), pointer(args[3]), pointer(args[4]), pointer(args[5]), pointer(args[6]),
                       pointer(args[7]))  # fmt: skip
 
 
-@parallel_kernel("12qd")
+@parallel_kernel("14qd")
 def _layer_norm_f32(args):
     pointer = simd.pointer_f32
     _layer_norm_items(args, pointer(args[2]), pointer(args[3]), pointer(args[4]), pointer(args[5]), pointer(args[6]),
@@ -141,14 +142,19 @@ def layer_norm(
 
 
 def _supports_rows(x: Tensor, residual: Tensor | None) -> bool:
-    """True for rows of whole vectors, with at most two strided axes before them, and a dense residual."""
+    """True for rows of whole vectors, with at most two strided axes before them, and a residual of dense rows."""
     return (
         x.dtype in DTYPES
         and 2 <= x.ndim <= 3
         and x.shape[-1] % WIDTH == 0
         and x.stride(-1) == 1
-        and (residual is None or (residual.dtype == x.dtype and residual.is_contiguous()))
+        and (residual is None or (residual.dtype == x.dtype and _has_dense_rows(residual)))
     )
+
+
+def _has_dense_rows(residual: Tensor) -> bool:
+    """True for [rows, n] with any stride between rows, and for any dense tensor."""
+    return residual.stride(-1) == 1 if residual.ndim == 2 else residual.is_contiguous()
 
 
 def _run(
@@ -157,12 +163,13 @@ def _run(
     """Run the kernel of a norm over all rows of x; weights: addresses."""
     size, inner = x.shape[-1], x.shape[1] if x.ndim == 3 else 1
     rows = x.shape[0] * inner
-    out = empty(x.shape, x.dtype)
+    out = empty_rows(x.shape, x.dtype) if x.ndim == 2 else empty(x.shape, x.dtype)
     new_residual = None if residual is None else empty(x.shape, x.dtype)
     per_item = max(1, CHUNK // size)
     kernel(
         -(-rows // per_item), x.data_ptr(), _address(residual), *weights, out.data_ptr(), _address(new_residual),
-        rows, size, inner, x.stride(0), x.stride(1) if x.ndim == 3 else 0, per_item, *numbers,
+        rows, size, inner, x.stride(0), x.stride(1) if x.ndim == 3 else 0, per_item,
+        out.stride(-2), 0 if residual is None else residual.stride(-2), *numbers,
     )  # fmt: skip
     return out if new_residual is None else (out, new_residual)
 

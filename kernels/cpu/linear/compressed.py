@@ -38,7 +38,7 @@ from kernels.cpu.linear.panels import (
     word_rows,
 )
 from kernels.cpu.linear.places import RowGroups, count_items, give_out_rest, place_of
-from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
+from kernels.cpu.parallel import empty, empty_rows, jit, next_item, parallel_kernel
 from kernels.cpu.simd import I32Pointer, advance, read, splat, store, write
 
 # 24 sums, 4 decoded words, a word of x and 3 constants fill the 32 registers. Without vdpbf16ps a row takes more
@@ -287,7 +287,7 @@ def _multiply_decoded(state, num_rows, x, x_stride, panel, words, table, others,
 multiply_decoded = _multiply_decoded if HAS_BF16_TILES else never
 
 
-@parallel_kernel("16q2d")
+@parallel_kernel("16q2d1q")
 def _compressed_linear(args):
     """Work items are panels, with all rows or those of an expert: see places.py."""
     x, codes, tables, starts = (
@@ -325,7 +325,7 @@ def _compressed_linear(args):
         if function < 0:
             store_outputs(sums, terms, out, out_features, rows, begin, column)
         else:
-            store_gated_outputs(sums, terms, out, out_features, rows, begin, column, function, limit, slope)
+            store_gated_outputs(sums, terms, out, args[20], rows, begin, column, function, limit, slope)
         item = next_item(args)
     give_out_rest(args)
     if HAS_BF16_TILES:
@@ -423,7 +423,7 @@ class CompressedPanels:
 
     def gated_linear(self, x: Tensor, bias: Tensor | None, out_features: int, function: str) -> Tensor:
         """See panels.gated_linear."""
-        out = empty((x.shape[0], out_features // 2), torch.bfloat16)
+        out = empty_rows((x.shape[0], out_features // 2), torch.bfloat16)
         return self._run(x, bias, out_features, out, Gate(function).arguments)
 
     def grouped_linear(self, x: Tensor, biases: Tensor | None, out_features: int, groups: RowGroups) -> Tensor:
@@ -435,7 +435,7 @@ class CompressedPanels:
         self, x: Tensor, biases: Tensor | None, out_features: int, groups: RowGroups, gate: Gate
     ) -> Tensor:
         """See panels.grouped_gated_linear. No block has more than MAX_ROWS rows."""
-        out = empty((x.shape[0], out_features // 2), torch.bfloat16)
+        out = empty_rows((x.shape[0], out_features // 2), torch.bfloat16)
         return self._run(x, biases, out_features, out, gate.arguments, groups)
 
     def _run(
@@ -458,6 +458,7 @@ class CompressedPanels:
             x.data_ptr(), self.codes.data_ptr(), self.tables.data_ptr(), self.starts.data_ptr(),
             self.others.data_ptr(), self.plain.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr(),
             x.shape[0], row_stride, words, out_features, torch.get_num_threads(), num_panels, table, *gate,
+            out.stride(0),
         )  # fmt: skip
         return out
 

@@ -20,7 +20,7 @@ from kernels.cpu.dots import multiply
 from kernels.cpu.elementwise.activations import FUNCTIONS, Gate, gated
 from kernels.cpu.features import HAS_BF16_DOT, HAS_BF16_TILES, MULTIPLIES_PAIRS
 from kernels.cpu.linear.places import RowGroups, count_items, give_out_rest, place_of
-from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
+from kernels.cpu.parallel import empty, empty_rows, jit, next_item, parallel_kernel
 from kernels.cpu.simd import advance, load, load_some, splat, store, store_both, store_some
 
 COLUMNS = 64  # outputs per panel
@@ -126,23 +126,24 @@ def _gated_outputs(sums, bias, column, function, limit, slope):
 
 
 @jit
-def store_gated_outputs(sums, bias, out, out_features, rows, begin, column, function, limit, slope):
+def store_gated_outputs(sums, bias, out, out_stride, rows, begin, column, function, limit, slope):
     """act(gate) * up of a panel whose first half are gates, while the sums are in L1. limit, slope: see `gated`."""
     for r in range(rows):
-        row, place = advance(sums, r * COLUMNS), (begin + r) * (out_features // 2) + column // 2
+        row, place = advance(sums, r * COLUMNS), (begin + r) * out_stride + column // 2
         first = _gated_outputs(row, bias, column, function, limit, slope)
         second = _gated_outputs(advance(row, WIDTH), bias, column + WIDTH, function, limit, slope)
         store_both(out, place, first, second)
 
 
-@parallel_kernel("12q2d1q")
+@parallel_kernel("12q2d2q")
 def _linear(args):
     """Work items: see places.py."""
     x, panels, out, bias = (
         simd.pointer_i32(args[2]), simd.pointer_i32(args[3]), simd.pointer_bf16(args[4]), simd.pointer_bf16(args[5])
     )  # fmt: skip
     num_rows, x_stride, words, out_features, num_runs = args[6], args[7], args[8], args[9], args[10]
-    num_panels, table, function, rows_per_item = args[11], simd.pointer_i64(args[12]), args[13], args[16]
+    num_panels, table, function = args[11], simd.pointer_i64(args[12]), args[13]
+    rows_per_item, out_stride = args[16], args[17]
     limit, slope = np.float32(simd.as_float(args[14])), np.float32(simd.as_float(args[15]))
     in_tiles = amx.multiplies(words)
     most = TILE_DEPTH if in_tiles else DEPTH
@@ -176,7 +177,7 @@ def _linear(args):
         if function < 0:
             store_outputs(sums, terms, out, out_features, rows, begin, column)
         else:
-            store_gated_outputs(sums, terms, out, out_features, rows, begin, column, function, limit, slope)
+            store_gated_outputs(sums, terms, out, out_stride, rows, begin, column, function, limit, slope)
         item, next_one = next_one, next_item(args)
     give_out_rest(args)
     if in_tiles:
@@ -225,7 +226,7 @@ def interleave(weight: Tensor) -> Tensor:
 def gated_linear(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, function: str) -> Tensor:
     """linear, then kernels.elementwise.activation.gated_activation of its sums in fp32: bf16 [num_rows, out_features /
     2]. `panels` and `bias` are of `interleave`."""
-    out = empty((x.shape[0], out_features // 2), torch.bfloat16)
+    out = empty_rows((x.shape[0], out_features // 2), torch.bfloat16)
     return _run(x, panels, bias, out_features, out, Gate(function).arguments)
 
 
@@ -246,7 +247,7 @@ def grouped_gated_linear(
     x: Tensor, panels: Tensor, biases: Tensor | None, out_features: int, groups: RowGroups, gate: Gate
 ) -> Tensor:
     """`gated_linear` of rows sorted by expert, see grouped_linear."""
-    out = empty((x.shape[0], out_features // 2), torch.bfloat16)
+    out = empty_rows((x.shape[0], out_features // 2), torch.bfloat16)
     return _run(x, panels, biases, out_features, out, gate.arguments, groups)
 
 
@@ -283,5 +284,6 @@ def _run(
             x.data_ptr() + 4 * row_stride * first, panels.data_ptr(), out.data_ptr() + first * out.stride(0) * 2,
             0 if bias is None else bias.data_ptr(),
             rows, row_stride, words, out_features, torch.get_num_threads(), num_panels, table, *gate, rows_per_item,
+            out.stride(0),
         )  # fmt: skip
     return out

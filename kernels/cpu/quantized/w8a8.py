@@ -246,7 +246,7 @@ def _w8a8_linear(args):
         if function < 0:
             store_outputs(sums, terms, out, out_features, rows, begin, column)
         else:
-            store_gated_outputs(sums, terms, out, out_features, rows, begin, column, function, limit, slope)
+            store_gated_outputs(sums, terms, out, out_features // 2, rows, begin, column, function, limit, slope)
         item = next_item(args)
     give_out_rest(args)
     if in_tiles:

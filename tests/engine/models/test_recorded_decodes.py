@@ -14,6 +14,7 @@ from engine.models.decoder import Decoder
 from engine.models.families import read_model_config
 from engine.models.layers.attention import BatchMetadata
 from engine.models.loading.load import load_model
+from kernels.cpu import parallel
 from kernels.dispatch import cpu_kernels
 from tests.engine.models.paged import BLOCK_SIZE, PagedRunner, Sequence
 from tests.engine.models.recorded_models import RECORDED, SIZES, save
@@ -59,6 +60,25 @@ def test_recorded_steps_have_the_same_bits(name: str, quantization: str | None, 
         assert torch.equal(left, right)
     assert model.recorded is not None and model.recorded.recorded_rows == [1, 2, 3]
     assert model.recorded_steps is not None and not model.recorded_steps.refused
+
+
+@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("quantization", [None, "w8a8"])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_gaps_behind_rows_change_no_bits(
+    name: str, quantization: str | None, recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a processor with AMX, where rows of 1 KiB and its multiples have gaps: here all of them do, or none."""
+    folder = save(RECORDED[name], tmp_path)
+    monkeypatch.setattr(parallel, "HAS_BF16_TILES", False)
+    expected, _ = logits_of(load(folder, quantization), recorded)
+    monkeypatch.setattr(parallel, "HAS_BF16_TILES", True)
+    monkeypatch.setattr(parallel, "CONFLICTING_BYTES", 2)
+    found, model = logits_of(load(folder, quantization), recorded)
+    for left, right in zip(expected, found, strict=True):
+        assert torch.equal(left, right)
+    if recorded:
+        assert model.recorded_steps is not None and not model.recorded_steps.refused
 
 
 def test_steps_with_prompts_keep_the_memory_of_the_largest(tmp_path: Path) -> None:
