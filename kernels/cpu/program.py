@@ -14,6 +14,7 @@ import ctypes
 import math
 import platform
 import sys
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any
 
@@ -54,31 +55,34 @@ class Workspace:
     the memory of all others, and within a program memory is reused as soon as no tensor refers to it."""
 
     def __init__(self) -> None:
-        self._blocks: list[np.ndarray[Any, Any]] = []
+        self._blocks: list[np.ndarray[Any, Any]] = []  # the smallest first; a tensor made of one owns a reference to it
+        self._sizes: list[int] = []  # of each, in bytes
 
     @property
     def num_bytes(self) -> int:
-        return sum(block.nbytes for block in self._blocks)
+        return sum(self._sizes)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, pitch: int | None = None) -> Tensor:
         """Like torch.empty, from the smallest unused block that is large enough. pitch: see parallel.Recorder."""
         size = (math.prod(shape) if pitch is None else shape[0] * pitch) * dtype.itemsize
         if not size:
             return torch.empty(shape, dtype=dtype)
-        unused = [i for i in range(len(self._blocks)) if self._blocks[i].nbytes >= size and self._is_unused(i)]
-        if unused:
-            block = self._blocks[min(unused, key=lambda i: self._blocks[i].nbytes)]
+        for i in range(bisect_left(self._sizes, size), len(self._sizes)):
+            if sys.getrefcount(self._blocks[i]) == 2:  # the list's, and the argument's: no tensor refers to it
+                block = self._blocks[i]
+                break
         else:
-            raw = np.empty(size + ALIGNMENT, np.uint8)
-            start = -raw.ctypes.data % ALIGNMENT
-            block = raw[start : start + size]
-            self._blocks.append(block)
+            block = self._add_block(size)
         numbers = torch.frombuffer(block, dtype=dtype, count=size // dtype.itemsize)
         return numbers.view(shape) if pitch is None else numbers.view(-1, pitch)[:, : math.prod(shape[1:])].view(shape)
 
-    def _is_unused(self, i: int) -> bool:
-        """True if no tensor refers to the block: a tensor made by torch.frombuffer owns a reference to its array."""
-        return sys.getrefcount(self._blocks[i]) == 2  # the list's, and the argument's
+    def _add_block(self, size: int) -> "np.ndarray[Any, Any]":
+        raw = np.empty(size + ALIGNMENT, np.uint8)
+        start = -raw.ctypes.data % ALIGNMENT
+        place = bisect_left(self._sizes, size)
+        self._sizes.insert(place, size)
+        self._blocks.insert(place, raw[start : start + size])
+        return self._blocks[place]
 
 
 class Recording(TorchDispatchMode):
