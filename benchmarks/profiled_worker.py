@@ -111,15 +111,22 @@ def describe(kernel: Any, packed: Any) -> tuple[str, tuple[int, int]]:
         read = 4 * words * outputs * PAIR_WORDS[kind] // COLUMNS + parameters
         return f"{name} {2 * words} -> {outputs}", (read, 4 * rows * words * outputs)
     if name in ("attention_bf16", "attention_pairs_bf16", "attention_f32"):
-        keys = sum((ctypes.c_int32 * a[19]).from_address(a[17])) * a[8] * a[11]  # numbers in the keys of all sequences
+        num_seqs, _ = _counts(a[26]) or (a[19], 0)
+        keys = sum((ctypes.c_int32 * num_seqs).from_address(a[17])) * a[8] * a[11]  # numbers in the keys of all
         return name, (2 * keys * (2 if name.endswith("bf16") else 4), 4 * keys * a[9])
     if name.startswith("prefill_"):  # a row sees itself and the tokens before it in its sequence, or in its window
-        lengths, starts = ((ctypes.c_int32 * (a[16] + extra)).from_address(a[14 + extra]) for extra in (0, 1))
-        pairs = 0
+        first, num_seqs = _counts(a[26]) or (0, a[16])
+        lengths, starts = (list((ctypes.c_int32 * (num_seqs + extra)).from_address(a[14 + extra])) for extra in (0, 1))
+        lengths, starts, pairs = lengths[first:], starts[first:], 0
         for length, (start, end) in zip(lengths, itertools.pairwise(starts), strict=True):
             pairs += sum(min(seen, a[21] or seen) for seen in range(length - (end - start) + 1, length + 1))
         return name, (KV_BYTES[name.rsplit("_", 1)[1]] * sum(lengths) * a[7] * a[10], 4 * pairs * a[7] * a[8] * a[10])
     return name, (0, 0)
+
+
+def _counts(address: int) -> tuple[int, int] | None:
+    """(sequences of one row, all sequences) of a program that serves steps of any number of them; None elsewhere."""
+    return tuple((ctypes.c_int64 * 2).from_address(address)) if address else None  # type: ignore[return-value]
 
 
 def _matrices_read(table: int) -> tuple[str, int]:

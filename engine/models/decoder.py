@@ -271,6 +271,8 @@ class Decoder:
             adapters = self.operators.adapters
             self.recorded = RecordedDecodes(self, kv_caches, max_rows, max_blocks, adapters)
             self.recorded_steps = RecordedSteps(self, adapters)
+            if adapters is None and self.config.moe is None:  # padding would be routed to experts
+                self.recorded_steps.pad(kv_caches, max_rows, max_blocks)
 
     def forget_recorded(self) -> None:
         """Drop the recorded programs, which own the caches that they were recorded with."""

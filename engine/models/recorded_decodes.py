@@ -24,7 +24,7 @@ from kernels.sampling.greedy import most_likely
 
 logger = logging.getLogger(__name__)
 
-MAX_ROWS = 128  # RecordedSteps records larger steps anew each time: 2 ms, where they take 20 and more
+MAX_ROWS = 128  # RecordedSteps records larger steps anew each time: 3 ms, where they take 20 and more
 
 
 class Parts(Protocol):
@@ -80,6 +80,19 @@ class Recorded(NamedTuple):
 
 def _no_draw(logits: Tensor) -> Tensor:
     raise AssertionError("HostDecodes sets it")
+
+
+def place_for_embeddings(decoder: Parts, input_ids: Tensor, positions: Tensor) -> Tensor | None:
+    """Memory for the embeddings of (T) tokens, (T, C), if they cannot be recorded."""
+    cpu = cpu_kernels()
+    assert cpu is not None, "only compiled kernels can be recorded"
+    ids, places = input_ids[:1], positions[:1]
+    try:
+        cpu.program.record(lambda: decoder.embed(ids, places), cpu.program.Workspace())
+    except cpu.program.NotRecordable:
+        x = decoder.embed(ids, places)
+        return x.new_empty((len(input_ids), x.shape[1]))
+    return None
 
 
 class RecordedDecodes:
@@ -171,7 +184,7 @@ class RecordedDecodes:
         if recorded is None and kind in self._programs:
             return None
         if not self._programs:
-            self._x = self._place_for_embeddings()
+            self._x = place_for_embeddings(self._decoder, self._input_ids, self._inputs.positions)
         self._place(input_ids, metadata)
         if recorded is None:
             recorded = self._programs[kind] = self._record(kind)
@@ -210,13 +223,3 @@ class RecordedDecodes:
             logger.info("%s of %d sequences run operator by operator: %s", kind.end.value, kind.rows, error)
             return None
         return Recorded(program, program.result, None if kind.end is End.HIDDEN else NextTokens.of(program.result))
-
-    def _place_for_embeddings(self) -> Tensor | None:
-        """Memory for the embeddings of a step (max_rows, C), if they cannot be recorded."""
-        ids, positions = self._input_ids[:1], self._inputs.positions[:1]
-        try:
-            self._cpu.program.record(lambda: self._decoder.embed(ids, positions), self._workspace)
-        except self._cpu.program.NotRecordable:
-            x = self._decoder.embed(ids, positions)
-            return x.new_empty((self.max_rows, x.shape[1]))
-        return None

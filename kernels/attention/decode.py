@@ -106,6 +106,7 @@ def mixed_attention(
     plan: AttentionPlan | None = None,
     work: StepWork | None = None,
     out: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """prefill_attention for a step whose lengths only the device knows: q [num_tokens, num_heads, head_dim] and
     seq_lens int32 [num_seqs] are capacities.
@@ -115,8 +116,16 @@ def mixed_attention(
     prefill kernel a longer one. Rows at and after cu_seqlens_q[num_seqs] are padding: no kernel reads or writes them,
     so their output is unspecified. max_seqlen_q: no sequence will ever have more rows (0: not known); it chooses the
     tile. The launches depend on shapes only: a CUDA graph can capture them with some lengths and replay them with
-    others. Returns [num_tokens, num_heads, head_dim].
+    others. counts: for a CPU's compiled kernels, int64 [2], the numbers of sequences of one row, which come first, and
+    of all sequences; read when the kernels run, so that a recorded program can hold them. Returns [num_tokens,
+    num_heads, head_dim].
     """
+    cpu = cpu_kernels() if counts is not None and not use_triton(q) else None
+    if cpu and cpu.attention.supports_mixed(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens):
+        options = (scale, alibi_slopes, sliding_window, softcap, sinks, attention_chunk)
+        return cpu.attention.mixed_attention(  # type: ignore[no-any-return]
+            q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, counts, *options
+        )
     if not use_triton(q):  # a CPU's prefill has no padding: every row is of a sequence
         num_rows = int(cu_seqlens_q[-1])
         out = torch.zeros(q.shape, dtype=q.dtype) if out is None else out

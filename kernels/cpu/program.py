@@ -56,7 +56,7 @@ class Workspace:
 
     def __init__(self) -> None:
         self._blocks: list[np.ndarray[Any, Any]] = []  # the smallest first; a tensor made of one owns a reference to it
-        self._sizes: list[int] = []  # of each, in bytes
+        self._sizes: list[int] = []  # the bytes of each block
 
     @property
     def num_bytes(self) -> int:

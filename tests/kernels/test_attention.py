@@ -206,6 +206,39 @@ def test_sequences_that_begin_with_the_same_blocks_give_the_bits_of_each_alone(s
     assert_rows_are_as_alone(data, q, num_rows, options(case, num_heads))
 
 
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("shape", [(12, 4, 64, 16), (4, 4, 32, 16), (14, 2, 96, 48)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_recorded_step_serves_any_numbers_of_sequences_up_to_its_own(dtype, shape, case):
+    """The kernels read them when they run. Sequences with common blocks, empty ones, and padding of either kind."""
+    (num_heads, num_kv_heads, head_dim, block_size), capacity = shape, 130
+    data = paged([150 + 7 * i % 40 for i in range(20)] + [3, 90, 64], num_kv_heads, head_dim, block_size, dtype)
+    for i in range(1, 20):
+        share(data, i, (96 if i % 5 == 3 else 144) // block_size)
+    q, kwargs = fused_q(capacity, num_heads, num_kv_heads, head_dim, dtype), options(case, num_heads)
+    tables = torch.zeros((capacity, data.block_tables.shape[1]), dtype=torch.int32)
+    seq_lens, starts = (torch.zeros(capacity + extra, dtype=torch.int32) for extra in (0, 1))
+    counts, caches = torch.zeros(2, dtype=torch.int64), (data.k_cache, data.v_cache)
+    cpu = cpu_kernels()
+    program = cpu.program.record(
+        lambda: mixed_attention(q, *caches, tables, starts, seq_lens, 0.3, counts=counts, **kwargs),
+        cpu.program.Workspace(),
+    )
+    for num_decodes, chunks in ((20, [3, 70, 0]), (0, [2, 17, 64]), (1, []), (7, [0, 90]), (0, [])):
+        sequences = [*range(num_decodes), *range(20, 20 + len(chunks))]
+        lengths = torch.tensor([0, *[1] * num_decodes, *chunks]).cumsum(0).to(torch.int32)
+        counts[:] = torch.tensor([num_decodes, len(sequences)])
+        tables[: len(sequences)], seq_lens[: len(sequences)] = data.block_tables[sequences], data.seq_lens[sequences]
+        starts[: len(lengths)] = lengths
+        program.result.fill_(7.0)
+        out, n, end = program(), num_decodes, int(lengths[-1])
+        decoded = paged_attention(q[:n], *caches, data.block_tables[:n], data.seq_lens[:n], 0.3, **kwargs)
+        rest = data.block_tables[sequences[n:]], lengths[n:] - n, data.seq_lens[sequences[n:]]
+        assert torch.equal(out[:n], decoded)
+        assert torch.equal(out[n:end], prefill_attention(q[n:end], *caches, *rest, 70, 0.3, **kwargs))
+        assert (out[end:] == 7.0).all(), "no kernel writes padding"
+
+
 LONG_CASES = {
     "plain": {},
     "window": {"sliding_window": 70},

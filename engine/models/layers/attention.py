@@ -87,6 +87,9 @@ class BatchMetadata:
     plan: AttentionPlan | None = None  # for the GPU's kernels; on a CPU only where batch invariance is asked for
     prefill: PlannedPrefill | None = None  # FlashInfer's plan of the prefills; None: our own kernel
     work: StepWork | None = None  # made for each pass by for_forward_pass
+    # int64 (2), with num_decodes None on a CPU: the step's decodes, which come first, and its sequences. A recorded
+    # program reads them when it runs.
+    counts: Tensor | None = None
 
     def for_forward_pass(self) -> "BatchMetadata":
         """The metadata with a StepWork of its own where there is a plan.
@@ -169,7 +172,7 @@ class Attention:
         if n is None:
             return self.mixed(  # (T, H, D)
                 q, k_cache, v_cache, tables, metadata.cu_seqlens_q, lengths, max_seqlen_q=metadata.max_seqlen_q,
-                plan=plan, work=work,
+                plan=plan, work=work, counts=metadata.counts,
             )  # fmt: skip
         if n == 0:
             return self._prefill(q, k_cache, v_cache, metadata, n)  # (T, H, D)

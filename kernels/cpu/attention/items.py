@@ -9,7 +9,7 @@ from kernels.cpu.features import HAS_BF16_TILES
 from kernels.cpu.parallel import jit, next_item
 from kernels.cpu.simd import WIDTH, advance, read, splat, store
 
-ARGUMENTS = "13q2d9q"  # arguments of a kernel that calls attend_items
+ARGUMENTS = "13q2d10q"  # arguments of a kernel that calls attend_items
 ITEMS_PER_THREAD = 8  # at least, if lengths differ: what the last item makes other threads wait is then some per cent
 LEAST_COMMON = 64  # tokens that neighbours have in common, if their rows are computed together
 # Items of several rows per thread, at least. With 8, which leave one head each, 16 sequences of 544 tokens with 384 in
@@ -38,13 +38,20 @@ def _least_common(args):
 
 
 @jit
+def _num_sequences(args):
+    """The number of sequences; args[26] is null, or where the kernel finds the number when it runs."""
+    counts = simd.pointer_i64(args[26])
+    return args[19] if simd.address(counts) == 0 else read(counts, 0)
+
+
+@jit
 def _rows_per_item(args, most):
     """The rows of an item, a power of two up to `most`: several if most sequences begin with the blocks of the one
     before them."""
-    sharing, least, rows = 0, _least_common(args), 1
-    for seq in range(1, args[19]):
+    sharing, least, rows, num_seqs = 0, _least_common(args), 1, _num_sequences(args)
+    for seq in range(1, num_seqs):
         sharing += _common_blocks(args, seq, least) == least
-    while 2 * rows <= most and 2 * sharing >= args[19]:
+    while 2 * rows <= most and 2 * sharing >= num_seqs:
         rows *= 2
     return rows
 
@@ -58,7 +65,7 @@ def _item_size(args):
     sequence's length, or sequences are equally long and each thread has the same number of items. The heads of a block
     are neighbours in memory, and a processor reads 8 KiB in a row a quarter faster than four times 2 KiB.
     """
-    seq_lens, num_seqs, num_kv_heads, num_threads = simd.pointer_i32(args[17]), args[19], args[8], args[24]
+    seq_lens, num_seqs, num_kv_heads, num_threads = simd.pointer_i32(args[17]), _num_sequences(args), args[8], args[24]
     longest = total = np.int64(0)
     for seq in range(num_seqs):
         seq_len = np.int64(read(seq_lens, seq))
@@ -133,7 +140,7 @@ def items_with(attend):
     def decode_items(args, q, k_cache, v_cache, out):
         """Work items are (a few KV heads, rows), so that consecutive items of sequences with a common prefix read the
         same keys."""
-        num_rows = args[20]
+        num_rows = _num_sequences(args)
         rows, num_heads = _item_size(args)
         items_per_head = (num_rows + rows - 1) // rows
         num_items = args[8] // num_heads * items_per_head

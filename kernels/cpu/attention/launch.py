@@ -273,9 +273,26 @@ def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables:
     return _launch(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q.data_ptr(), *options)
 
 
+def supports_mixed(q: Tensor, k_cache: Tensor, v_cache: Tensor, *int_tensors: Tensor) -> bool:
+    """True for what mixed_attention takes."""
+    return supports_attention(q, k_cache, v_cache, *int_tensors) and tiles.supports(q, k_cache)
+
+
+def mixed_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, cu_seqlens_q: Tensor,
+                    seq_lens: Tensor, counts: Tensor, scale: float, alibi_slopes: Tensor | None, sliding_window: int,
+                    softcap: float, sinks: Tensor | None, attention_chunk: int) -> Tensor:  # fmt: skip
+    """See kernels.attention.decode. counts: int64 [2], (sequences of one row, which come first, all sequences), read
+    when the kernels run. Rows behind those of all sequences are not written."""
+    options = (scale, alibi_slopes, sliding_window, softcap, sinks, attention_chunk, empty_rows(q.shape, q.dtype))
+    _launch(q, k_cache, v_cache, block_tables, seq_lens, 0, *options, counts)
+    return tiles.prefill_attention(
+        q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, *options, counts=counts
+    )  # fmt: skip
+
+
 def _launch(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, scale, alibi_slopes, sliding_window, softcap,
-            sinks, attention_chunk, out):  # fmt: skip
-    """cu_seqlens_q: the address, or 0 for decode."""
+            sinks, attention_chunk, out, counts=None):  # fmt: skip
+    """cu_seqlens_q: the address, or 0 for decode. counts: see mixed_attention."""
     num_rows, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     out = empty_rows(q.shape, q.dtype) if out is None else out
@@ -294,5 +311,6 @@ def _launch(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, scale, al
         num_kv_heads, num_heads // num_kv_heads, block_size, head_dim, block_tables.stride(0), q.stride(0),
         sliding_window, scale, softcap, seq_lens.data_ptr(), cu_seqlens_q, seq_lens.shape[0], num_rows, rows_per_item,
         0 if sinks is None else sinks.data_ptr(), attention_chunk, torch.get_num_threads(), out.stride(0),
+        0 if counts is None else counts.data_ptr(),
     )  # fmt: skip
     return out

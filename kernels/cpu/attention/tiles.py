@@ -37,7 +37,7 @@ QUERIES = 256 if HAS_BF16_TILES else 96
 NEG_INF = np.float32(-np.inf)
 MOST_EXPONENT = np.float32(8)  # probabilities that are not yet divided by their sum are at most 2 ** 8
 UNSEEN = np.float32(1e30)  # the shift of a row without keys: every score is above MOST_EXPONENT, -inf remains -inf
-ARGUMENTS = "11q1d9q1d2q"  # of the kernels
+ARGUMENTS = "11q1d9q1d3q"  # of the kernels
 ZERO, ONE, LOG2_E = np.float32(0), np.float32(1), np.float32(np.log2(np.e))
 
 _I16V, _I32V = (ir.VectorType(scalar, WIDTH) for scalar in (ir.IntType(16), ir.IntType(32)))
@@ -426,16 +426,21 @@ def _attend_tile(args, q, k_cache, v_cache, out, table, kv_head, first_row, num_
 
 @jit
 def _attend_items(args, q, k_cache, v_cache, out):
-    """Work items are (KV head, a few rows), so that consecutive items read the same keys."""
+    """Work items are (KV head, a few rows), so that consecutive items read the same keys. args[26]: null, or where the
+    kernel finds the numbers of decodes, whose rows it leaves out, and of all sequences when it runs."""
     seq_lens, cu_seqlens_q = simd.pointer_i32(args[14]), simd.pointer_i32(args[15])
-    num_seqs, num_rows, rows_per_item, ahead = args[16], args[17], args[18], args[24]
-    items_per_head = (num_rows + rows_per_item - 1) // rows_per_item
+    first, num_seqs, num_rows, rows_per_item, ahead = np.int64(0), args[16], args[17], args[18], args[24]
+    counts = simd.pointer_i64(args[26])
+    if simd.address(counts) != 0:
+        first, num_seqs = read(counts, 0), read(counts, 1)
+        num_rows = np.int64(read(cu_seqlens_q, num_seqs))
+    items_per_head = (num_rows - first + rows_per_item - 1) // rows_per_item
     tiles = np.zeros(amx.STATE, np.int64)
     if _uses_amx(q):
         amx.configure(simd.pointer_i64(tiles.ctypes.data), amx.ROWS)
     item = next_item(args)
-    while item < args[1]:
-        kv_head, begin = item // items_per_head, item % items_per_head * rows_per_item
+    while item < items_per_head * args[7]:
+        kv_head, begin = item // items_per_head, first + item % items_per_head * rows_per_item
         last = min(num_rows, begin + rows_per_item)
         seq = find_sequence(cu_seqlens_q, num_seqs, begin)
         while begin < last:
@@ -530,9 +535,10 @@ def supports(q: Tensor, k_cache: Tensor) -> bool:
 def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, cu_seqlens_q: Tensor,
                       seq_lens: Tensor, scale: float, alibi_slopes: Tensor | None, sliding_window: int,
                       softcap: float, sinks: Tensor | None, attention_chunk: int,
-                      out: Tensor | None = None, *, both_ways: bool = False) -> Tensor:  # fmt: skip
+                      out: Tensor | None = None, *, both_ways: bool = False,
+                      counts: Tensor | None = None) -> Tensor:  # fmt: skip
     """See kernels.attention.prefill. both_ways: a row sees later tokens, too, all or those that are nearer than the
-    window; without ALiBi and chunks."""
+    window; without ALiBi and chunks. counts: see launch.mixed_attention."""
     num_rows, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     group = num_heads // num_kv_heads
@@ -548,5 +554,6 @@ def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables:
         seq_lens.data_ptr(), cu_seqlens_q.data_ptr(), seq_lens.shape[0], num_rows, rows_per_item,
         0 if sinks is None else sinks.data_ptr(), 0 if alibi_slopes is None else alibi_slopes.data_ptr(),
         sliding_window, attention_chunk, softcap, ahead, out.stride(0),
+        0 if counts is None else counts.data_ptr(),
     )  # fmt: skip
     return out

@@ -29,11 +29,16 @@ class PagedRunner:
     """A pool of pages handed out in random order, so that no test passes by chance on contiguous memory."""
 
     def __init__(
-        self, model: Decoder, num_blocks: int = 256, dtype: torch.dtype = torch.float32, device: str = "cpu"
+        self,
+        model: Decoder,
+        num_blocks: int = 256,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        block_size: int = BLOCK_SIZE,
     ) -> None:
         config = model.config
-        self.model, self.device = model, device
-        self.kv_caches = allocate_kv_caches(config, num_blocks, BLOCK_SIZE, dtype, torch.device(device))
+        self.model, self.device, self.block_size = model, device, block_size
+        self.kv_caches = allocate_kv_caches(config, num_blocks, block_size, dtype, torch.device(device))
         for pair in self.kv_caches:
             for cache in pair:
                 cache.fill_(float("nan"))  # whatever reads a slot that was never written shows
@@ -60,12 +65,13 @@ class PagedRunner:
     def _batch(self, work: list[tuple[Sequence, int]]) -> tuple[BatchMetadata, Tensor]:
         ids, positions, slots = [], [], []
         for sequence, n in work:
-            while len(sequence.block_ids) * BLOCK_SIZE < sequence.num_computed + n:
+            while len(sequence.block_ids) * self.block_size < sequence.num_computed + n:
                 sequence.block_ids.append(self.free.pop())
             here = range(sequence.num_computed, sequence.num_computed + n)
             ids += sequence.token_ids[here.start : here.stop]
             positions += here
-            slots += [sequence.block_ids[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in here]
+            size, blocks = self.block_size, sequence.block_ids
+            slots += [blocks[p // size] * size + p % size for p in here]
         num_decodes = sum(n == 1 for _, n in work)
         lengths = [n for _, n in work[num_decodes:]]
         width = max(len(sequence.block_ids) for sequence, _ in work)

@@ -25,6 +25,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from engine.models.decoder import Decoder
+from engine.models.families import read_model_config
+from engine.models.loading.load import load_model
+from kernels.dispatch import cpu_kernels
 from tests.engine.models.tiny_models import VOCAB
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 32}
@@ -72,7 +76,18 @@ RECORDED = {
 }
 
 
+COMPILED = cpu_kernels() is not None and cpu_kernels().features.MULTIPLIES_PAIRS
+
+
 def save(config: PreTrainedConfig, folder: Path) -> Path:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
+
+
+def load(folder: Path, quantization: str | None = None) -> Decoder:
+    config = read_model_config(folder, quantization)
+    options = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "load_format": "auto", "seed": 0}
+    model = load_model(folder, config, **options)
+    assert isinstance(model, Decoder)
+    return model

@@ -11,27 +11,15 @@ from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig
 from benchmarks.formats.layouts import layouts
 from benchmarks.formats.writers import write_checkpoint
 from engine.models.decoder import Decoder
-from engine.models.families import read_model_config
 from engine.models.layers.attention import BatchMetadata
-from engine.models.loading.load import load_model
 from kernels.cpu import parallel
-from kernels.dispatch import cpu_kernels
 from tests.engine.models.paged import BLOCK_SIZE, PagedRunner, Sequence
-from tests.engine.models.recorded_models import RECORDED, SIZES, save
+from tests.engine.models.recorded_models import COMPILED, RECORDED, SIZES, load, save
 from tests.engine.models.tiny_models import VOCAB
 
-COMPILED = cpu_kernels() is not None and cpu_kernels().features.MULTIPLIES_PAIRS
 pytestmark = pytest.mark.skipif(not COMPILED, reason="needs pairs of bf16")
 # Rows of one decode step after the other; three sequences, whose lengths pass the ends of blocks.
 STEPS = [(0,), (0, 1), (0, 1, 2), (2,), (1, 2), (0, 1, 2), (1,), (0, 2), (0, 1, 2), (0,)] * 2
-
-
-def load(folder: Path, quantization: str | None = None) -> Decoder:
-    config = read_model_config(folder, quantization)
-    options = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "load_format": "auto", "seed": 0}
-    model = load_model(folder, config, **options)
-    assert isinstance(model, Decoder)
-    return model
 
 
 def logits_of(model: Decoder, recorded: bool) -> tuple[list[Tensor], Decoder]:
