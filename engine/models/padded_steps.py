@@ -22,7 +22,7 @@ from kernels.dispatch import cpu_kernels
 logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 512  # a longer step takes 50 ms and more
-MAX_PROGRAMS = 128  # of some 60 KB; the one that was not needed for the longest time goes
+MAX_PROGRAMS = 128  # the one that was not needed for the longest time goes
 
 
 class Size(NamedTuple):
@@ -40,7 +40,7 @@ class PaddedSteps:
         cpu = cpu_kernels()
         assert cpu is not None, "only compiled kernels can be recorded"
         self._decoder, self._kv_caches, self._cpu = decoder, kv_caches, cpu
-        # A multiple of it is the least padding: tiles multiply eight rows in the time of six others.
+        # Tokens are padded to a multiple of it. AMX multiplies rows faster than others, so there are fewer sizes.
         self._step = 8 if cpu.features.HAS_BF16_TILES else 4
         self.max_tokens = n = min(max_tokens, MAX_TOKENS)
         self._ids = torch.zeros(n, dtype=torch.int64)
