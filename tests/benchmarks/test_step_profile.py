@@ -11,7 +11,10 @@ from benchmarks.profiled_worker import REPLAY_STEP, Operator, Profile, ProfiledS
 from benchmarks.quantized import read_share
 from benchmarks.step_profile import floor_seconds, group_steps, summarise
 from engine.models.families import model_config
+from kernels.attention.decode import mixed_attention, paged_attention
+from kernels.attention.prefill import prefill_attention
 from kernels.dispatch import cpu_kernels
+from tests.kernels.oracle import paged
 
 cpu = cpu_kernels()
 needs_dots = pytest.mark.skipif(cpu is None or cpu.linear not in cpu.MODULES, reason="needs pairs of bf16")
@@ -47,6 +50,20 @@ def test_a_compressed_layer_reads_three_quarters_of_it():
     assert calls_of(lambda: layer.gated_linear(x, None, 128, "silu")) == [
         ("compressed linear and gate 64 -> 128", work)
     ]
+
+
+@needs_dots
+def test_a_padded_step_reads_the_keys_of_its_own_sequences():
+    """Two decodes and a chunk of five rows, in a program for forty tokens."""
+    data, q = paged([20, 33, 50], 2, 32, 16, torch.bfloat16), torch.randn(40, 4, 32).bfloat16()
+    caches, rest = (data.k_cache, data.v_cache), torch.zeros(37, dtype=torch.int32)
+    tables = torch.cat([data.block_tables, torch.zeros((37, data.block_tables.shape[1]), dtype=torch.int32)])
+    starts, seq_lens = torch.tensor([0, 1, 2, 7, *rest], dtype=torch.int32), torch.cat([data.seq_lens, rest])
+    counts, chunk = torch.tensor([2, 3]), torch.tensor([0, 5], dtype=torch.int32)
+    decodes = calls_of(lambda: paged_attention(q[:2], *caches, tables[:2], seq_lens[:2], 0.3))
+    prefill = calls_of(lambda: prefill_attention(q[2:7], *caches, tables[2:3], chunk, seq_lens[2:3], 5, 0.3))
+    step = calls_of(lambda: mixed_attention(q, *caches, tables, starts, seq_lens, 0.3, counts=counts))
+    assert step == decodes + prefill
 
 
 @needs_dots

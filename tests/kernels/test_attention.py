@@ -131,6 +131,15 @@ def test_no_kernel_reads_or_writes_rows_behind_the_last_sequence(dtype):
         assert (out[sum(counts) :] == 7.0).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_decode_computes_no_row_for_sequences_without_one(dtype):
+    """Samples that are forked in a step of decodes have lengths, but no row."""
+    data = paged([9, 20, 33, 12, 40], 2, 32, 16, dtype)
+    q, out = torch.randn(5, 4, 32).to(dtype), torch.full((5, 4, 32), 7.0, dtype=dtype)
+    paged_attention(q[:3], data.k_cache, data.v_cache, data.block_tables, data.seq_lens, 0.3, out=out[:3])
+    assert (out[3:] == 7.0).all()
+
+
 def test_a_padding_row_gives_zeros(decode):
     data = paged([9, 4], 2, 32, 8, torch.float32)
     data.seq_lens[1] = 0

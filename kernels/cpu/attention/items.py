@@ -140,7 +140,7 @@ def items_with(attend):
     def decode_items(args, q, k_cache, v_cache, out):
         """Work items are (a few KV heads, rows), so that consecutive items of sequences with a common prefix read the
         same keys."""
-        num_rows = _num_sequences(args)
+        num_rows = min(args[20], _num_sequences(args))
         rows, num_heads = _item_size(args)
         items_per_head = (num_rows + rows - 1) // rows
         num_items = args[8] // num_heads * items_per_head
